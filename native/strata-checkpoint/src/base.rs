@@ -1,0 +1,96 @@
+//! What is at a place before a save, and who may commit there.
+
+use bytes::Bytes;
+use strata_io::{Error as IoError, PutMode, Store};
+
+use crate::manifest::Manifest;
+use crate::open::{MetadataState, manifest_names, metadata_name, metadata_state, newest};
+use crate::{Error, Result};
+
+/// Numbered, create-only records below a run root: the highest names the run that may commit.
+const GENERATIONS_FOLDER: &str = ".strata/generations/";
+
+/// Racing claims are rare: each loser moves up by one.
+const CLAIM_TRIES: u32 = 100;
+
+/// A place as the planning rank found it when its save began.
+#[derive(Debug)]
+pub struct Base {
+    /// Highest manifest number, valid or torn; the commit takes the next.
+    pub number: u64,
+    /// The newest valid manifest.
+    pub manifest: Option<Manifest>,
+    /// `.metadata` of a stock save that our manifest does not know.
+    pub foreign_metadata: Option<Bytes>,
+    /// Whether `.metadata` is still the one before the manifest's, or not there yet.
+    pub stale_metadata: bool,
+}
+
+impl Base {
+    /// Whether a committed checkpoint, ours or stock's, is there.
+    pub fn exists(&self) -> bool {
+        self.manifest.is_some() || self.foreign_metadata.is_some()
+    }
+}
+
+/// Looks at a place before a save.
+///
+/// # Errors
+/// What the store says; a place that does not exist yet is none.
+pub async fn open_base(store: &dyn Store, rank: Option<u32>) -> Result<Base> {
+    let mut names = manifest_names(store, false).await?;
+    // One sequence for all, so that a save with collectives and one without supersede each other.
+    let of_ranks = manifest_names(store, true).await?;
+    names.extend(of_ranks.into_iter().filter(|name| rank.is_none() || name.rank == rank));
+    let number = names.iter().map(|name| name.number).max().unwrap_or(0);
+    // A damaged manifest must not stop the save that replaces it.
+    let manifest = match newest(store, rank).await {
+        Ok(found) => found.map(|(manifest, _)| manifest),
+        Err(Error::Manifest { object, detail }) => {
+            tracing::warn!("{object}: {detail}; the save goes on and replaces it");
+            None
+        }
+        Err(error) => return Err(error),
+    };
+    let metadata = metadata_name(rank);
+    let state = match &manifest {
+        Some(manifest) => metadata_state(store, &metadata, manifest).await?,
+        None => MetadataState::Foreign,
+    };
+    let foreign_metadata = match state {
+        MetadataState::Foreign => match store.read(&metadata, None).await {
+            Err(IoError::NotFound { .. }) => None,
+            bytes => Some(bytes?),
+        },
+        _ => None,
+    };
+    let stale_metadata = matches!(state, MetadataState::Stale | MetadataState::Absent);
+    Ok(Base { number, manifest, foreign_metadata, stale_metadata })
+}
+
+/// Claims the next generation of a run root for `owner`, a nonce of this process.
+///
+/// # Errors
+/// What the store says; [`Error::Plan`] after too many lost races.
+pub async fn claim_generation(run_root: &dyn Store, owner: &str) -> Result<u64> {
+    for _ in 0..CLAIM_TRIES {
+        let next = newest_generation(run_root).await? + 1;
+        let name = format!("{GENERATIONS_FOLDER}{next:020}");
+        match run_root.put(&name, Bytes::copy_from_slice(owner.as_bytes()), PutMode::Create).await {
+            Ok(()) => return Ok(next),
+            Err(IoError::AlreadyExists { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(Error::Plan(format!("{}: {CLAIM_TRIES} claims of a generation were lost to others", run_root.url())))
+}
+
+/// Highest claimed generation; 0 if there is none.
+pub(crate) async fn newest_generation(run_root: &dyn Store) -> Result<u64> {
+    let listed = match run_root.list(GENERATIONS_FOLDER).await {
+        Err(IoError::NotFound { .. }) => Vec::new(),
+        listed => listed?,
+    };
+    let number = |name: &str| name.strip_prefix(GENERATIONS_FOLDER)?.parse().ok();
+    Ok(listed.iter().filter_map(|object| number(&object.name)).max().unwrap_or(0))
+}

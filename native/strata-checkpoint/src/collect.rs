@@ -1,0 +1,111 @@
+//! Removing what a commit has superseded, and never anything that somebody may still read.
+
+use std::collections::HashSet;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use strata_io::{ObjectInfo, Store};
+
+use crate::Result;
+use crate::manifest::{FOLDER, Manifest, ManifestName, decode};
+use crate::open::{manifest_names, missing_ranks};
+
+/// Leases of readers: `.strata/leases/<expiry, Unix seconds, 20 digits>-<nonce>`.
+pub const LEASES_FOLDER: &str = ".strata/leases/";
+
+/// Removes what `listed`, taken before the commit of `manifest`, holds and nobody needs any more.
+///
+/// Returns the number of data objects removed. Later writers' objects are not in the list, and so are safe.
+pub(crate) async fn collect(
+    store: &dyn Store,
+    run_root: Option<&dyn Store>,
+    manifest: &Manifest,
+    listed: &[ObjectInfo],
+) -> Result<u64> {
+    if leased(store).await? {
+        tracing::info!("{}: a reader holds a lease; superseded objects stay for now", store.url());
+        return Ok(0);
+    }
+    if manifest.rank.is_some() {
+        let all = manifest_names(store, true).await?;
+        if !missing_ranks(&all, manifest.number, manifest.world_size).is_empty() {
+            return Ok(0);
+        }
+    }
+    let mut needed: HashSet<String> = manifest.objects.iter().map(|object| object.name.clone()).collect();
+    let mut doomed = superseded(manifest, listed, &needed);
+    if let Some(run_root) = run_root
+        && !doomed.is_empty()
+    {
+        needed.extend(referenced(store, run_root).await?);
+        doomed = superseded(manifest, listed, &needed);
+    }
+    for name in &doomed {
+        store.delete(name).await?;
+    }
+    Ok(doomed.iter().filter(|name| name.ends_with(".distcp")).count() as u64)
+}
+
+/// Names in `listed` that `manifest` supersedes, data first: a manifest outlives what it names.
+fn superseded(manifest: &Manifest, listed: &[ObjectInfo], needed: &HashSet<String>) -> Vec<String> {
+    let is_old_manifest = |name: &str| {
+        ManifestName::parse(name).is_some_and(|parsed| {
+            let own = manifest.rank.is_none() || parsed.rank == manifest.rank || parsed.rank.is_none();
+            own && parsed.number < manifest.number
+        })
+    };
+    let is_data = |name: &str| match manifest.rank {
+        None => name.starts_with("__") && name.ends_with(".distcp"),
+        // The other ranks' objects are theirs; they may be in the middle of a save.
+        Some(rank) => name.starts_with(&format!("__{rank}_")) && name.ends_with(".distcp"),
+    };
+    let is_metadata = |name: &str| match manifest.rank {
+        None => name.starts_with("__") && name.ends_with(".metadata"),
+        Some(_) => name == ".metadata",
+    };
+    let names = || listed.iter().map(|object| object.name.as_str());
+    let data = names().filter(|name| is_data(name) && !needed.contains(*name));
+    data.chain(names().filter(|name| is_metadata(name)))
+        .chain(names().filter(|name| is_old_manifest(name)))
+        .map(str::to_owned)
+        .collect()
+}
+
+async fn leased(store: &dyn Store) -> Result<bool> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
+    let leases = match store.list(LEASES_FOLDER).await {
+        Err(strata_io::Error::NotFound { .. }) => Vec::new(),
+        leases => leases?,
+    };
+    let expiry = |name: &str| name.strip_prefix(LEASES_FOLDER)?.split('-').next()?.parse::<u64>().ok();
+    Ok(leases.iter().filter_map(|lease| expiry(&lease.name)).any(|expiry| expiry > now))
+}
+
+/// Objects of `store` that other checkpoints under the run root refer to.
+async fn referenced(store: &dyn Store, run_root: &dyn Store) -> Result<Vec<String>> {
+    let own = store.url().trim_end_matches('/').rsplit('/').next().unwrap_or_default().to_owned();
+    let mut names = Vec::new();
+    for folder in run_root.list_folders("").await?.into_iter().filter(|folder| *folder != own) {
+        for manifest in manifests_below(run_root, &folder).await? {
+            let to_us = |reference: u32| manifest.references[reference as usize].0 == own;
+            let ours = manifest.objects.iter().filter(|object| object.reference.is_some_and(to_us));
+            names.extend(ours.map(|object| object.name.clone()));
+        }
+    }
+    Ok(names)
+}
+
+/// Every valid manifest of the checkpoint `folder`: a reader may still be on an older one.
+async fn manifests_below(run_root: &dyn Store, folder: &str) -> Result<Vec<Manifest>> {
+    let listed = match run_root.list(&format!("{folder}/{FOLDER}")).await {
+        Err(strata_io::Error::NotFound { .. }) => Vec::new(),
+        listed => listed?,
+    };
+    let mut manifests = Vec::new();
+    for object in listed {
+        let path = object.name.strip_prefix(&format!("{folder}/")).unwrap_or_default();
+        if ManifestName::parse(path).is_some() {
+            manifests.extend(decode(&run_root.read(&object.name, None).await?).ok());
+        }
+    }
+    Ok(manifests)
+}

@@ -1,0 +1,207 @@
+//! The commit: every object durable, then the manifest, then `.metadata`, then the superseded objects.
+
+mod merge;
+
+use std::collections::HashMap;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use strata_io::{Error as IoError, ObjectInfo, PutMode, Store};
+
+pub use self::merge::PromisedEntry;
+use self::merge::merge;
+use crate::base::{Base, newest_generation};
+use crate::collect::collect;
+use crate::manifest::{Manifest, ManifestName, decode, encode};
+use crate::open::metadata_name;
+use crate::record::RankRecord;
+use crate::{Error, Result};
+
+/// What is to be committed.
+#[derive(Debug)]
+pub struct Commit<'a> {
+    /// Of every rank that wrote.
+    pub records: Vec<RankRecord>,
+    /// What state_dict_metadata promises, in its order.
+    pub entries: Vec<PromisedEntry>,
+    /// The planner's data, one byte of encoding first.
+    pub planner_data: Vec<u8>,
+    /// The new `.metadata`.
+    pub stock_metadata: Bytes,
+    /// Of this save.
+    pub save_id: String,
+    /// Of the `.metadata` that is there; empty if none.
+    pub previous_save_id: String,
+    /// The rank, for a save without collectives.
+    pub rank: Option<u32>,
+    /// Ranks that save.
+    pub world_size: u32,
+    /// Held by this run; 0 without a run root.
+    pub generation: u64,
+    /// Where generations are claimed, and where other checkpoints may refer to this one.
+    pub run_root: Option<&'a dyn Store>,
+}
+
+/// What a commit did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CommitStats {
+    /// Of the manifest.
+    pub number: u64,
+    /// Whether the store guarantees that no other commit took the same number.
+    pub fenced: bool,
+    /// Objects of the checkpoint.
+    pub num_objects: u64,
+    /// Items of the checkpoint.
+    pub num_items: u64,
+    /// Sum of the payloads, aliases counted once.
+    pub payload_bytes: u64,
+    /// Superseded objects that were removed.
+    pub collected: u64,
+    /// What a person should know.
+    pub warnings: Vec<String>,
+}
+
+/// Publishes what the ranks wrote. A crash after any write leaves the old checkpoint or the new one, whole.
+///
+/// # Errors
+/// [`Error::Plan`] if an item is missing or double; [`Error::Io`] or [`Error::Manifest`] if an object is not visible
+/// from here or has another size; [`Error::Superseded`], [`Error::StaleGeneration`] if this save lost its right.
+/// The objects are removed then, and what was there before still loads.
+pub async fn commit(store: &dyn Store, base: &Base, commit: Commit<'_>) -> Result<CommitStats> {
+    let written: Vec<String> =
+        commit.records.iter().flat_map(|record| record.objects.iter().map(|object| object.name.clone())).collect();
+    match publish(store, base, &commit).await {
+        Ok((mut stats, listed, manifest)) => {
+            let metadata = metadata_name(commit.rank);
+            store.put(&metadata, commit.stock_metadata.clone(), PutMode::Overwrite).await?;
+            match collect(store, commit.run_root, &manifest, &listed).await {
+                Ok(collected) => stats.collected = collected,
+                // The checkpoint is committed: what stays behind is found again by the next save here.
+                Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
+            }
+            Ok(stats)
+        }
+        Err(Failure::Before(error)) => {
+            for name in &written {
+                if let Err(error) = store.delete(name).await {
+                    tracing::warn!("cannot remove {name} of a failed save: {error}");
+                }
+            }
+            Err(error)
+        }
+        Err(Failure::Unknown(error)) => Err(error),
+    }
+}
+
+/// Whether the manifest may have been published.
+enum Failure {
+    Before(Error),
+    Unknown(Error),
+}
+
+impl<E: Into<Error>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        Self::Before(error.into())
+    }
+}
+
+async fn publish(
+    store: &dyn Store,
+    base: &Base,
+    commit: &Commit<'_>,
+) -> Result<(CommitStats, Vec<ObjectInfo>, Manifest), Failure> {
+    let mut manifest = merge(&commit.records, &commit.entries)?;
+    manifest.save_id.clone_from(&commit.save_id);
+    manifest.previous_save_id.clone_from(&commit.previous_save_id);
+    manifest.planner_data.clone_from(&commit.planner_data);
+    manifest.number = base.number + 1;
+    manifest.created_at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
+    manifest.world_size = commit.world_size;
+    manifest.rank = commit.rank;
+    manifest.generation = commit.generation;
+
+    let listed = list_all(store).await?;
+    check_objects(store.url(), &manifest, &listed)?;
+    let fenced = store.honours_create().await?;
+    let name = ManifestName { number: manifest.number, rank: commit.rank }.path();
+    if !fenced && store.size(&name).await.is_ok() {
+        return Err(superseded(store, &manifest).into());
+    }
+    if let Some(run_root) = commit.run_root {
+        let found = newest_generation(run_root).await?;
+        if found != commit.generation {
+            let url = run_root.url().to_owned();
+            return Err(Error::StaleGeneration { url, found, held: commit.generation }.into());
+        }
+    }
+    put_manifest(store, &name, &manifest).await?;
+
+    let mut warnings = Vec::new();
+    if !fenced {
+        warnings.push(format!(
+            "{} ignores create-only writes: two saves to it at once are not kept apart",
+            store.url()
+        ));
+    }
+    let stats = CommitStats {
+        number: manifest.number,
+        fenced,
+        num_objects: manifest.objects.len() as u64,
+        num_items: manifest.items.len() as u64,
+        payload_bytes: manifest.payload_bytes,
+        collected: 0,
+        warnings,
+    };
+    Ok((stats, listed, manifest))
+}
+
+/// Everything at the place, in the folders that we know.
+async fn list_all(store: &dyn Store) -> Result<Vec<ObjectInfo>> {
+    let mut listed = store.list("").await?;
+    for folder in [crate::manifest::FOLDER, crate::manifest::RANKS_FOLDER] {
+        match store.list(folder).await {
+            Err(IoError::NotFound { .. }) => {}
+            more => listed.extend(more?),
+        }
+    }
+    Ok(listed)
+}
+
+fn check_objects(url: &str, manifest: &Manifest, listed: &[ObjectInfo]) -> Result<()> {
+    let sizes: HashMap<&str, u64> = listed.iter().map(|object| (object.name.as_str(), object.size)).collect();
+    for object in manifest.objects.iter().filter(|object| object.reference.is_none()) {
+        let path = format!("{url}/{}", object.name);
+        match sizes.get(object.name.as_str()) {
+            Some(size) if *size == object.size => {}
+            Some(size) => {
+                let detail = format!("expected {} bytes as its rank wrote, found {size}", object.size);
+                return Err(Error::Manifest { object: path, detail });
+            }
+            None => {
+                let detail = ": a rank wrote it, but the planning rank does not see it; \
+                              do all ranks share this place?"
+                    .to_owned();
+                return Err(IoError::NotFound { object: path, detail }.into());
+            }
+        }
+    }
+    Ok(())
+}
+
+async fn put_manifest(store: &dyn Store, name: &str, manifest: &Manifest) -> Result<(), Failure> {
+    let error = match store.put(name, Bytes::from(encode(manifest)), PutMode::Create).await {
+        Ok(()) => return Ok(()),
+        Err(error) => error,
+    };
+    // The answer may have been lost after the write landed: what is there now decides, not the error.
+    match store.read(name, None).await.map(|bytes| decode(&bytes)) {
+        Ok(Ok(found)) if found.save_id == manifest.save_id => Ok(()),
+        Ok(_) if matches!(error, IoError::AlreadyExists { .. }) => Err(superseded(store, manifest).into()),
+        Err(IoError::NotFound { .. }) => Err(error.into()),
+        _ => Err(Failure::Unknown(error.into())),
+    }
+}
+
+fn superseded(store: &dyn Store, manifest: &Manifest) -> Error {
+    Error::Superseded { url: store.url().to_owned(), number: manifest.number }
+}

@@ -1,0 +1,68 @@
+//! Everything that can go wrong with a checkpoint.
+
+/// Result of a checkpoint operation.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A failed checkpoint operation.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Error {
+    /// The store failed.
+    #[error(transparent)]
+    Io(#[from] strata_io::Error),
+    /// Bytes that were read have another digest than when they were written.
+    #[error("checksum mismatch at {object}: expected {expected}, found {found} (bytes {start}..{end}, in {fqn:?})")]
+    Checksum {
+        /// URL of the object.
+        object: String,
+        /// Digest that the manifest holds.
+        expected: String,
+        /// Digest of what was read.
+        found: String,
+        /// First byte of the block in the object.
+        start: u64,
+        /// One past its last byte.
+        end: u64,
+        /// The tensor or value whose block it is.
+        fqn: String,
+    },
+    /// A manifest, a record or `.metadata` cannot be what we or stock wrote.
+    #[error("{object}: {detail}")]
+    Manifest {
+        /// URL of the file.
+        object: String,
+        /// What is wrong, expected and found.
+        detail: String,
+    },
+    /// No committed checkpoint is at the place.
+    #[error("no checkpoint at {url}: {detail}")]
+    NotFound {
+        /// The place.
+        url: String,
+        /// What was looked for.
+        detail: String,
+    },
+    /// Somebody else committed to the place since the save began.
+    #[error("{url}: another save committed manifest {number} while this one was writing; nothing was published")]
+    Superseded {
+        /// The place.
+        url: String,
+        /// Number of the manifest that is there.
+        number: u64,
+    },
+    /// A newer run has claimed the run root.
+    #[error("{url}: generation {found} has been claimed, this run holds {held}; nothing was published")]
+    StaleGeneration {
+        /// The run root.
+        url: String,
+        /// Newest generation.
+        found: u64,
+        /// Ours.
+        held: u64,
+    },
+    /// The save or the load as planned does not fit together.
+    #[error("{0}")]
+    Plan(String),
+    /// The caller asked to stop.
+    #[error("cancelled")]
+    Cancelled,
+}

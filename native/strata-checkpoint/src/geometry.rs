@@ -1,0 +1,229 @@
+//! How a box of a stored tensor maps onto memory with other strides. Pure arithmetic on byte offsets.
+
+use std::ops::Range;
+
+/// A copy from a stored payload to strided memory, as runs of bytes that are contiguous in both.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StridedCopy {
+    /// Offset of the first byte in the payload.
+    start: u64,
+    /// Outer dims, by falling source stride: (length, source stride, destination stride), in bytes.
+    outer: Vec<(u64, u64, i64)>,
+    /// Bytes of one run; 0 if there is nothing to copy.
+    run_bytes: u64,
+}
+
+/// Bytes that are contiguous on both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// In the payload.
+    pub source: u64,
+    /// From the destination's first element.
+    pub destination: i64,
+    /// Length in bytes.
+    pub bytes: u64,
+}
+
+/// The box to be copied: one entry a dim, in elements.
+#[derive(Debug, Clone, Copy)]
+pub struct Box<'a> {
+    /// Strides of the stored chunk.
+    pub source_strides: &'a [u64],
+    /// First element of the box, in the chunk's coordinates.
+    pub first: &'a [u64],
+    /// Length of the box.
+    pub lengths: &'a [u64],
+    /// Strides of the destination, whose first element is the box's.
+    pub destination_strides: &'a [i64],
+}
+
+impl StridedCopy {
+    /// The copy of `region`, with elements of `itemsize` bytes.
+    pub fn new(region: Box<'_>, itemsize: u64) -> Self {
+        let size = itemsize as i64;
+        let dims = region.lengths.len();
+        let start = (0..dims).map(|d| region.first[d] * region.source_strides[d] * itemsize).sum();
+        if region.lengths.contains(&0) {
+            return Self { start, outer: Vec::new(), run_bytes: 0 };
+        }
+        let mut outer: Vec<(u64, u64, i64)> = (0..dims)
+            .filter(|d| region.lengths[*d] > 1)
+            .map(|d| (region.lengths[d], region.source_strides[d] * itemsize, region.destination_strides[d] * size))
+            .collect();
+        outer.sort_by_key(|(_, source, _)| std::cmp::Reverse(*source));
+        let mut run_bytes = itemsize;
+        while let Some((length, source, destination)) = outer.last().copied() {
+            if source != run_bytes || destination != run_bytes as i64 {
+                break;
+            }
+            run_bytes *= length;
+            outer.pop();
+        }
+        Self { start, outer, run_bytes }
+    }
+
+    /// Payload bytes from the first that is needed to one past the last.
+    pub fn source_range(&self) -> Range<u64> {
+        if self.run_bytes == 0 {
+            return self.start..self.start;
+        }
+        let last: u64 = self.outer.iter().map(|(length, source, _)| (length - 1) * source).sum();
+        self.start..self.start + last + self.run_bytes
+    }
+
+    /// The runs that touch `range` of the payload, cut to it.
+    pub fn runs_in(&self, range: Range<u64>) -> impl Iterator<Item = Run> + '_ {
+        let mut walk = self.walk_from(range.start);
+        std::iter::from_fn(move || {
+            loop {
+                let (source, destination) = walk.as_ref()?.at();
+                if source >= range.end {
+                    walk = None;
+                    return None;
+                }
+                if !walk.as_mut()?.step() {
+                    walk = None;
+                }
+                let from = source.max(range.start);
+                let to = (source + self.run_bytes).min(range.end);
+                if from < to {
+                    let destination = destination + (from - source) as i64;
+                    return Some(Run { source: from, destination, bytes: to - from });
+                }
+            }
+        })
+    }
+
+    /// The one run that holds all of `range`, if there is one.
+    pub fn run_over(&self, range: Range<u64>) -> Option<Run> {
+        self.runs_in(range.clone()).next().filter(|run| run.source == range.start && run.bytes == range.end - range.start)
+    }
+
+    /// Starts at the last run that begins at or before `offset`: source offsets rise with the index, because the
+    /// source is dense and the dims are sorted by stride.
+    fn walk_from(&self, offset: u64) -> Option<Walk<'_>> {
+        if self.run_bytes == 0 {
+            return None;
+        }
+        let mut left = offset.saturating_sub(self.start);
+        let index = self
+            .outer
+            .iter()
+            .map(|(length, source, _)| {
+                let at = left.checked_div(*source).unwrap_or(0).min(length - 1);
+                left -= at * source;
+                at
+            })
+            .collect();
+        Some(Walk { copy: self, index })
+    }
+}
+
+/// An index over the outer dims, counted up like an odometer.
+struct Walk<'a> {
+    copy: &'a StridedCopy,
+    index: Vec<u64>,
+}
+
+impl Walk<'_> {
+    fn at(&self) -> (u64, i64) {
+        let dims = self.copy.outer.iter().zip(&self.index);
+        dims.fold((self.copy.start, 0), |(source, destination), ((_, from, to), index)| {
+            (source + index * from, destination + *index as i64 * to)
+        })
+    }
+
+    fn step(&mut self) -> bool {
+        for (index, (length, _, _)) in self.index.iter_mut().zip(&self.copy.outer).rev() {
+            *index += 1;
+            if *index < *length {
+                return true;
+            }
+            *index = 0;
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Copies one element at a time, the way the definition reads.
+    fn by_definition(payload: &[u8], region: Box<'_>, itemsize: usize) -> Vec<(i64, Vec<u8>)> {
+        let mut cells = vec![(0u64, 0i64)];
+        for d in 0..region.lengths.len() {
+            cells = (0..region.lengths[d])
+                .flat_map(|i| {
+                    let source = (region.first[d] + i) * region.source_strides[d];
+                    let destination = i as i64 * region.destination_strides[d];
+                    cells.iter().map(move |(s, t)| (s + source, t + destination)).collect::<Vec<_>>()
+                })
+                .collect();
+        }
+        let mut cells: Vec<_> = cells
+            .into_iter()
+            .map(|(source, to)| {
+                let at = source as usize * itemsize;
+                (to * itemsize as i64, payload[at..at + itemsize].to_vec())
+            })
+            .collect();
+        cells.sort();
+        cells
+    }
+
+    fn dense_strides(shape: &[u64], order: &[usize]) -> Vec<u64> {
+        let mut strides = vec![0; shape.len()];
+        let mut step = 1;
+        for d in order.iter().rev() {
+            strides[*d] = step;
+            step *= shape[*d].max(1);
+        }
+        strides
+    }
+
+    proptest! {
+        #[test]
+        fn runs_copy_each_element_of_the_box_once(
+            dims in prop::collection::vec((1u64..6, 0u64..6, 0u64..6), 0..4),
+            seed in 0usize..24,
+            itemsize in prop::sample::select(vec![1usize, 2, 4, 8]),
+            block in 1u64..40,
+        ) {
+            let shape: Vec<u64> = dims.iter().map(|d| d.0).collect();
+            let first: Vec<u64> = dims.iter().map(|d| d.1 % d.0).collect();
+            let lengths: Vec<u64> = dims.iter().zip(&first).map(|(d, f)| d.2.min(d.0 - f)).collect();
+            let mut order: Vec<usize> = (0..shape.len()).collect();
+            if shape.len() > 1 { order.rotate_left(seed % shape.len()); }
+            let source_strides = dense_strides(&shape, &order);
+            order.reverse();
+            let destination_strides: Vec<i64> = dense_strides(&shape, &order).iter().map(|s| *s as i64).collect();
+            let total = shape.iter().product::<u64>() as usize * itemsize;
+            let payload: Vec<u8> = (0..total).map(|i| (i % 251) as u8).collect();
+            let region = Box { source_strides: &source_strides, first: &first, lengths: &lengths,
+                               destination_strides: &destination_strides };
+            let copy = StridedCopy::new(region, itemsize as u64);
+            let mut found: Vec<(i64, Vec<u8>)> = Vec::new();
+            let mut at = 0;
+            while at < total as u64 {
+                let end = (at + block).min(total as u64);
+                for run in copy.runs_in(at..end) {
+                    prop_assert!(run.source >= at && run.source + run.bytes <= end);
+                    let bytes = &payload[run.source as usize..(run.source + run.bytes) as usize];
+                    found.extend(bytes.iter().enumerate().map(|(i, b)| (run.destination + i as i64, vec![*b])));
+                }
+                at = end;
+            }
+            found.sort();
+            let expected: Vec<(i64, Vec<u8>)> = by_definition(&payload, region, itemsize)
+                .into_iter()
+                .flat_map(|(to, bytes)| bytes.into_iter().enumerate().map(move |(i, b)| (to + i as i64, vec![b])))
+                .collect();
+            let mut expected = expected;
+            expected.sort();
+            prop_assert_eq!(found, expected);
+        }
+    }
+}

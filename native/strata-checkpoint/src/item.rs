@@ -1,0 +1,124 @@
+//! What one checkpoint holds: items in objects, and what state_dict_metadata says of them.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use strata_io::digest::{BLOCK_BYTES, BlockDigest};
+
+/// How an item's payload is to be understood.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A tensor's own memory, in a frame that torch.load reads.
+    Tensor,
+    /// Bytes of a pickled value, unframed.
+    Bytes,
+    /// A tensor as torch.save wrote it, unframed: subclasses, quantised and sparse tensors.
+    TorchSave,
+}
+
+impl Kind {
+    /// The number in files and at the Python boundary.
+    pub fn code(self) -> u32 {
+        match self {
+            Self::Tensor => 0,
+            Self::Bytes => 1,
+            Self::TorchSave => 2,
+        }
+    }
+
+    /// The kind with that number.
+    pub fn from_code(code: u32) -> Option<Self> {
+        [Self::Tensor, Self::Bytes, Self::TorchSave].into_iter().find(|kind| kind.code() == code)
+    }
+}
+
+/// One tensor chunk or pickled value, and where it is.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Item {
+    /// Name in the state_dict, as bytes: UTF-8 with lone surrogates let through.
+    pub fqn: Vec<u8>,
+    /// Of the chunk in the whole tensor, in elements; None for a pickled value.
+    pub offsets: Option<Vec<u64>>,
+    /// DCP's index hint.
+    pub index: Option<u32>,
+    /// What the payload is.
+    pub kind: Kind,
+    /// torch's name of the stored dtype, such as `float32`; empty for bytes.
+    pub dtype: Arc<str>,
+    /// Shape of what is stored, in elements.
+    pub shape: Vec<u64>,
+    /// Strides of what is stored, in elements.
+    pub strides: Vec<u64>,
+    /// Which of the checkpoint's objects.
+    pub object: u32,
+    /// The framed item inside the object, in bytes.
+    pub item_offset: u64,
+    /// Length of the framed item in bytes.
+    pub item_bytes: u64,
+    /// From the item's start to the payload's, in bytes.
+    pub payload_skip: u64,
+    /// Length of the payload in bytes.
+    pub payload_bytes: u64,
+    /// One for each [`BLOCK_BYTES`] of the payload, or none at all: stock items have none.
+    pub digests: Vec<BlockDigest>,
+    /// The payload itself, where it is small.
+    pub inline: Option<Bytes>,
+    /// CRC-32 of the whole payload, where only that is known: stock items.
+    pub whole_crc32: Option<u32>,
+}
+
+impl Item {
+    /// First byte of the payload in its object.
+    pub fn payload_offset(&self) -> u64 {
+        self.item_offset + self.payload_skip
+    }
+
+    /// The name for messages.
+    pub fn name(&self) -> String {
+        String::from_utf8_lossy(&self.fqn).into_owned()
+    }
+}
+
+/// Number of digests that a payload has.
+pub fn num_blocks(payload_bytes: u64) -> u64 {
+    payload_bytes.div_ceil(BLOCK_BYTES)
+}
+
+/// What state_dict_metadata says of one name.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Entry {
+    /// Name in the state_dict.
+    pub fqn: Vec<u8>,
+    /// None for a pickled value.
+    pub tensor: Option<TensorEntry>,
+}
+
+/// torch's TensorStorageMetadata without the chunks, which the items tell.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TensorEntry {
+    /// torch's name of the dtype in the properties.
+    pub dtype: String,
+    /// Shape of the whole tensor.
+    pub size: Vec<u64>,
+    /// Strides in the properties, if known.
+    pub strides: Option<Vec<i64>>,
+    /// torch's deprecated property.
+    pub requires_grad: bool,
+    /// torch's deprecated property.
+    pub pin_memory: bool,
+    /// Number of torch's `_MEM_FORMAT_ENCODING`.
+    pub memory_format: u32,
+    /// torch's name of the layout, such as `strided`.
+    pub layout: String,
+}
+
+/// One object of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Object {
+    /// Name relative to the checkpoint.
+    pub name: String,
+    /// Size in bytes.
+    pub size: u64,
+    /// Index into the manifest's references, if the object belongs to another checkpoint.
+    pub reference: Option<u32>,
+}

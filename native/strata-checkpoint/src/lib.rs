@@ -1,0 +1,33 @@
+//! Checkpoints: the format, and saving, committing and loading them.
+//!
+//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`plan`]. They take values and
+//! return values. The rest acts on a [`strata_io::Store`]. No Python here.
+
+mod base;
+mod bounce;
+mod collect;
+mod commit;
+pub mod container;
+mod destination;
+mod error;
+pub mod geometry;
+pub mod item;
+pub mod layout;
+mod load;
+pub mod manifest;
+mod open;
+mod plan;
+mod record;
+mod save;
+pub mod stock;
+mod verify;
+
+pub use base::{Base, claim_generation, open_base};
+pub use commit::{Commit, CommitStats, PromisedEntry, commit};
+pub use destination::Destination;
+pub use error::{Error, Result};
+pub use load::{ReadStats, TensorRead, VerifyMode, read};
+pub use open::{Checkpoint, Source, open};
+pub use record::{RankRecord, StockEntry, stock_entries};
+pub use save::{SaveItem, write_items};
+pub use verify::verify;

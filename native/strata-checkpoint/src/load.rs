@@ -1,0 +1,212 @@
+//! Reading regions of tensors into the caller's memory, every block verified.
+
+mod check;
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use strata_io::Store;
+use strata_io::lent::LentMut;
+use strata_io::schedule::ByteBudget;
+use tokio::task::JoinSet;
+
+use self::check::Checks;
+pub(crate) use self::check::verify_block;
+use crate::destination::{Destination, watch};
+use crate::geometry::{Box as Region, StridedCopy};
+use crate::item::Item;
+use crate::open::Checkpoint;
+use crate::plan::{self, BlockRead, Request};
+use crate::{Error, Result, bounce};
+
+/// One region of one row, and the memory that it fills.
+#[derive(Clone)]
+pub struct TensorRead {
+    /// Row of the checkpoint.
+    pub row: usize,
+    /// Where its bytes go.
+    pub destination: Destination,
+}
+
+/// When bytes are checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum VerifyMode {
+    /// In the destination: after an error it holds anything.
+    InPlace,
+    /// Before they reach it, at the price of a copy.
+    Before,
+}
+
+/// What a read cost and what it checked.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ReadStats {
+    /// Ranges that were read.
+    pub requests: u64,
+    /// Their bytes.
+    pub bytes_read: u64,
+    /// Blocks whose digest was compared.
+    pub blocks_verified: u64,
+    /// Bytes for which there is no digest: parts of stock items.
+    pub unverified_bytes: u64,
+}
+
+/// Reads `tensors` into memory and `blobs` into buffers of their own.
+///
+/// # Errors
+/// The first failure, after every operation that could touch a destination has ended.
+///
+/// # Cancel safety
+/// A dropped read may still write to destinations until their leases are dropped.
+pub async fn read(
+    store: Arc<dyn Store>,
+    budget: &ByteBudget,
+    checkpoint: Arc<Checkpoint>,
+    tensors: Vec<TensorRead>,
+    blobs: &[usize],
+    mode: VerifyMode,
+) -> Result<(Vec<Bytes>, ReadStats)> {
+    let items = &checkpoint.manifest.items;
+    let mut buffers: Vec<LentMut> =
+        blobs.iter().map(|row| LentMut::owned(items[*row].payload_bytes as usize)).collect();
+    let blob_reads = blobs.iter().zip(&mut buffers).map(|(row, buffer)| (*row, whole(buffer)));
+    let wanted: Vec<(usize, Destination)> =
+        tensors.into_iter().map(|read| (read.row, read.destination)).chain(blob_reads).collect();
+    let (inline, stored): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|(row, _)| items[*row].inline.is_some());
+    for (row, destination) in &inline {
+        destination.scatter(0, items[*row].inline.as_deref().expect("partitioned so"));
+    }
+    let requests = plan::requests(items, &stored);
+    let job = Arc::new(Job { store, checkpoint, stored, mode, checks: Checks::default() });
+    let mut stats = run(&job, budget, requests).await?;
+    let (verified, unverified) = job.checks.settle(&job.checkpoint, job.store.url())?;
+    stats.blocks_verified = verified;
+    stats.unverified_bytes = unverified;
+    Ok((buffers.iter().map(|buffer| Bytes::copy_from_slice(buffer.as_slice())).collect(), stats))
+}
+
+/// A destination that takes a payload as it is.
+fn whole(buffer: &mut LentMut) -> Destination {
+    let bytes = buffer.len() as u64;
+    let region =
+        Region { source_strides: &[1], first: &[0], lengths: &[bytes], destination_strides: &[1] };
+    Destination::of_buffer(buffer, StridedCopy::new(region, 1))
+}
+
+/// Everything that the requests of one read share.
+struct Job {
+    store: Arc<dyn Store>,
+    checkpoint: Arc<Checkpoint>,
+    stored: Vec<(usize, Destination)>,
+    mode: VerifyMode,
+    checks: Checks,
+}
+
+async fn run(job: &Arc<Job>, budget: &ByteBudget, requests: Vec<Request>) -> Result<ReadStats> {
+    let mut running: JoinSet<Result<()>> = JoinSet::new();
+    let mut stats = ReadStats::default();
+    let mut first_error = None;
+    for request in requests {
+        let permit = budget.take(request.range.end - request.range.start).await;
+        while let Some(done) = running.try_join_next() {
+            first_error = first_error.or(done.expect("a read does not panic").err());
+        }
+        if first_error.is_some() {
+            break;
+        }
+        stats.requests += 1;
+        stats.bytes_read += request.range.end - request.range.start;
+        let job = job.clone();
+        running.spawn(async move {
+            let _permit = permit;
+            read_request(job, request).await
+        });
+    }
+    // Never aborted: an aborted wait does not end a running read, and the memory goes back to its owner after this.
+    while let Some(done) = running.join_next().await {
+        first_error = first_error.or(done.expect("a read does not panic").err());
+    }
+    first_error.map_or(Ok(stats), Err)
+}
+
+/// Where the bytes of one block were read to.
+struct Landed {
+    block: BlockRead,
+    memory: LentMut,
+    direct: bool,
+}
+
+async fn read_request(job: Arc<Job>, request: Request) -> Result<()> {
+    let object = &job.checkpoint.manifest.objects[request.object as usize];
+    let (targets, landed, buffer) = place(&job, &request);
+    let name = object_path(&job.checkpoint, request.object);
+    job.store.read_into(&name, request.range.clone(), targets).await.map_err(|error| named(error, object))?;
+    let check = move || {
+        let result = landed.iter().try_for_each(|landed| check_and_scatter(&job, landed));
+        buffer.into_iter().for_each(bounce::give);
+        result
+    };
+    tokio::task::spawn_blocking(check).await.expect("a check does not panic")
+}
+
+/// Path of an object relative to the checkpoint; one of a sibling goes through the run root, as stock follows it.
+pub(crate) fn object_path(checkpoint: &Checkpoint, object: u32) -> String {
+    checkpoint.manifest.objects[object as usize].name.clone()
+}
+
+fn named(error: strata_io::Error, object: &crate::item::Object) -> Error {
+    match error {
+        strata_io::Error::Mismatch { object: url, expected, found } => {
+            let detail = format!("expected {expected}, found {found} (the manifest says {} bytes)", object.size);
+            Error::Manifest { object: url, detail }
+        }
+        error => error.into(),
+    }
+}
+
+/// Memory for every byte of the request, in order: destinations where a block fits in one piece, a kept buffer for
+/// the rest and the gaps.
+fn place(job: &Job, request: &Request) -> (Vec<LentMut>, Vec<Landed>, Option<LentMut>) {
+    let direct_of = |block: &BlockRead| match (job.mode, block.destinations.as_slice()) {
+        (VerifyMode::InPlace, [only]) => job.stored[*only].1.direct(block.payload.clone()),
+        _ => None,
+    };
+    let directs: Vec<Option<LentMut>> = request.blocks.iter().map(direct_of).collect();
+    let direct_bytes: u64 = directs.iter().flatten().map(|memory| memory.len() as u64).sum();
+    let bounced = request.range.end - request.range.start - direct_bytes;
+    let buffer = (bounced > 0).then(|| bounce::take(bounced));
+    let mut free = buffer.as_ref().map(watch);
+    let mut cut = |bytes: u64| free.as_mut().expect("sized for all that bounces").split_to(bytes as usize);
+
+    let (mut targets, mut landed) = (Vec::new(), Vec::new());
+    let mut at = request.range.start;
+    for (block, direct) in request.blocks.iter().zip(directs) {
+        if block.file.start > at {
+            targets.push(cut(block.file.start - at));
+        }
+        let is_direct = direct.is_some();
+        let memory = direct.unwrap_or_else(|| cut(block.file.end - block.file.start));
+        landed.push(Landed { block: block.clone(), memory: watch(&memory), direct: is_direct });
+        targets.push(memory);
+        at = block.file.end;
+    }
+    (targets, landed, buffer)
+}
+
+fn check_and_scatter(job: &Job, landed: &Landed) -> Result<()> {
+    let Landed { block, memory, direct } = landed;
+    let item: &Item = &job.checkpoint.manifest.items[block.row];
+    let bytes = memory.as_slice();
+    if item.digests.is_empty() {
+        job.checks.note_unverified(block, bytes);
+    } else {
+        let object = || format!("{}/{}", job.store.url(), object_path(&job.checkpoint, item.object));
+        verify_block(item, block.block, bytes, object)?;
+        job.checks.note_verified();
+    }
+    if !direct {
+        for index in &block.destinations {
+            job.stored[*index].1.scatter(block.payload.start, bytes);
+        }
+    }
+    Ok(())
+}

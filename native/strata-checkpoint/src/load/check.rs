@@ -1,0 +1,89 @@
+//! Digests of what was read, against those that were written.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use strata_io::digest::{crc32, crc32_combine, xxh3};
+
+use crate::item::{Item, num_blocks};
+use crate::open::Checkpoint;
+use crate::plan::{BlockRead, block_range};
+use crate::{Error, Result};
+
+/// Compares one block of a payload with its XXH3-128; the CRC says nothing more.
+///
+/// # Errors
+/// [`Error::Checksum`].
+pub(crate) fn verify_block(item: &Item, block: u64, bytes: &[u8], object: impl Fn() -> String) -> Result<()> {
+    let expected = item.digests[block as usize].xxh3;
+    let found = xxh3(bytes);
+    if found == expected {
+        return Ok(());
+    }
+    let start = item.payload_offset() + block_range(block, item.payload_bytes).start;
+    Err(Error::Checksum {
+        object: object(),
+        expected: format!("xxh3 {expected:#034x}"),
+        found: format!("{found:#034x}"),
+        start,
+        end: start + bytes.len() as u64,
+        fqn: item.name(),
+    })
+}
+
+/// What was checked so far. Stock items have only a CRC of the whole payload, so their blocks wait for each other.
+#[derive(Default)]
+pub(crate) struct Checks {
+    verified: AtomicU64,
+    waiting: Mutex<HashMap<usize, Vec<(u64, u32)>>>,
+}
+
+impl Checks {
+    pub fn note_verified(&self) {
+        self.verified.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn note_unverified(&self, block: &BlockRead, bytes: &[u8]) {
+        let crc = crc32(bytes);
+        self.waiting.lock().expect("never poisoned").entry(block.row).or_default().push((block.block, crc));
+    }
+
+    /// Compares the items that were read whole; returns verified blocks and unverified bytes.
+    pub fn settle(&self, checkpoint: &Checkpoint, url: &str) -> Result<(u64, u64)> {
+        let mut verified = self.verified.load(Ordering::Relaxed);
+        let mut unverified = 0;
+        for (row, mut blocks) in std::mem::take(&mut *self.waiting.lock().expect("never poisoned")) {
+            let item = &checkpoint.manifest.items[row];
+            let bytes = |block: u64| {
+                let range = block_range(block, item.payload_bytes);
+                range.end - range.start
+            };
+            blocks.sort();
+            match item.whole_crc32.filter(|_| blocks.len() as u64 == num_blocks(item.payload_bytes)) {
+                None => unverified += blocks.iter().map(|(block, _)| bytes(*block)).sum::<u64>(),
+                Some(expected) => {
+                    let found = blocks.iter().fold(0, |crc, (block, next)| crc32_combine(crc, *next, bytes(*block)));
+                    compare(item, expected, found, checkpoint, url)?;
+                    verified += blocks.len() as u64;
+                }
+            }
+        }
+        Ok((verified, unverified))
+    }
+}
+
+fn compare(item: &Item, expected: u32, found: u32, checkpoint: &Checkpoint, url: &str) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    let start = item.payload_offset();
+    Err(Error::Checksum {
+        object: format!("{url}/{}", checkpoint.manifest.objects[item.object as usize].name),
+        expected: format!("crc32 {expected:#010x}"),
+        found: format!("{found:#010x}"),
+        start,
+        end: start + item.payload_bytes,
+        fqn: item.name(),
+    })
+}

@@ -1,0 +1,167 @@
+//! Bytes to a manifest. The file may be torn, damaged or hostile.
+
+use bytes::Bytes;
+use prost::Message;
+use strata_io::digest::{crc32, xxh3};
+use strata_proto::v1;
+use strata_proto::v1::section::Kind;
+
+use super::columns::{Fault, decode_entries, decode_items};
+use super::{MAGIC, Manifest, READER_VERSION};
+use crate::item::{Entry, Item, Object};
+
+const PREAMBLE_BYTES: usize = 16;
+
+/// Why a file cannot be used as a manifest; without the file's name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DecodeError {
+    /// Torn, damaged or hostile.
+    Damaged(Fault),
+    /// Sound, but beyond this reader.
+    Unsupported(Fault),
+}
+
+impl<F: Into<Fault>> From<F> for DecodeError {
+    fn from(fault: F) -> Self {
+        Self::Damaged(fault.into())
+    }
+}
+
+/// The manifest in `file`.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn decode(file: &Bytes) -> Result<Manifest, DecodeError> {
+    let (header, body) = split(file)?;
+    let mut manifest = from_header(&header)?;
+    let (mut entries, mut items): (Vec<(u64, Entry)>, Vec<Item>) = Default::default();
+    let mut sections = header.sections.iter();
+    while let Some(section) = sections.next() {
+        let bytes = section_bytes(section, &body)?;
+        match Kind::try_from(section.kind) {
+            Ok(Kind::Tensors) => entries.extend(decode_entries(&message::<v1::TensorGroup>(&bytes)?)?),
+            Ok(Kind::Items) => {
+                let digests = follower(sections.next(), Kind::Digests, &body)?;
+                let inline = follower(sections.next(), Kind::Inline, &body)?;
+                let group = message::<v1::ItemGroup>(&bytes)?;
+                items.extend(decode_items(&group, &digests, &inline, manifest.objects.len())?);
+            }
+            Ok(Kind::PlannerData) => manifest.planner_data = bytes.to_vec(),
+            Ok(Kind::Digests | Kind::Inline | Kind::Unspecified) | Err(_) => {
+                return Err(format!("a section of kind {} stands where none may", section.kind).into());
+            }
+        }
+    }
+    check_items(&items, &header, &manifest.objects)?;
+    entries.sort_by_key(|(position, _)| *position);
+    manifest.entries = entries.into_iter().map(|(_, entry)| entry).collect();
+    manifest.items = items;
+    Ok(manifest)
+}
+
+fn split(file: &Bytes) -> Result<(v1::ManifestHeader, Bytes), DecodeError> {
+    if file.len() < PREAMBLE_BYTES || &file[..8] != MAGIC {
+        return Err(format!("not a manifest: {} bytes without the magic", file.len()).into());
+    }
+    let word = |at: usize| u32::from_le_bytes(file[at..at + 4].try_into().expect("4 bytes"));
+    let (length, expected) = (word(8) as usize, word(12));
+    let end = PREAMBLE_BYTES.checked_add(length).filter(|end| *end <= file.len());
+    let header = &file[PREAMBLE_BYTES..end.ok_or_else(|| format!("the header of {length} bytes is cut"))?];
+    let found = crc32(header);
+    if found != expected {
+        return Err(format!("checksum of the header: expected {expected:#010x}, found {found:#010x}").into());
+    }
+    let header = message::<v1::ManifestHeader>(header)?;
+    if header.min_reader_version > READER_VERSION {
+        let needed = header.min_reader_version;
+        let fault = format!("needs a reader of format version {needed}, this one implements {READER_VERSION}");
+        return Err(DecodeError::Unsupported(fault));
+    }
+    if let Some(feature) = header.required_features.first() {
+        let fault = format!("needs the feature {feature:?}, which this reader does not know");
+        return Err(DecodeError::Unsupported(fault));
+    }
+    let body = file.slice(PREAMBLE_BYTES + length..);
+    let expected: u64 = header.sections.iter().map(|s| s.length).fold(0, u64::saturating_add);
+    if expected != body.len() as u64 {
+        return Err(format!("the sections have {expected} bytes, the file holds {}", body.len()).into());
+    }
+    Ok((header, body))
+}
+
+fn from_header(header: &v1::ManifestHeader) -> Result<Manifest, Fault> {
+    let objects = header
+        .objects
+        .iter()
+        .map(|object| {
+            check_plain_name(&object.name)?;
+            if object.reference as usize > header.references.len() {
+                return Err(format!("object {:?} refers to a checkpoint that is not listed", object.name));
+            }
+            let reference = object.reference.checked_sub(1);
+            Ok(Object { name: object.name.clone(), size: object.size, reference })
+        })
+        .collect::<Result<_, Fault>>()?;
+    for reference in &header.references {
+        check_plain_name(&reference.checkpoint_id)?;
+    }
+    Ok(Manifest {
+        save_id: header.save_id.clone(),
+        previous_save_id: header.previous_save_id.clone(),
+        number: header.number,
+        created_at: header.created_at,
+        world_size: header.world_size,
+        rank: header.rank_plus_one.checked_sub(1),
+        generation: header.generation,
+        objects,
+        references: header.references.iter().map(|r| (r.checkpoint_id.clone(), r.save_id.clone())).collect(),
+        payload_bytes: header.payload_bytes,
+        ..Manifest::default()
+    })
+}
+
+/// A manifest may name what lies beside it, nothing else: no path, no `..`.
+fn check_plain_name(name: &str) -> Result<(), Fault> {
+    let hostile = name.is_empty() || name == "." || name == ".." || name.contains(['/', '\\', '\0']);
+    if hostile { Err(format!("{name:?} is not a plain name")) } else { Ok(()) }
+}
+
+fn check_items(items: &[Item], header: &v1::ManifestHeader, objects: &[Object]) -> Result<(), Fault> {
+    if items.len() as u64 != header.num_items {
+        return Err(format!("expected {} items, found {}", header.num_items, items.len()));
+    }
+    for item in items {
+        let object = &objects[item.object as usize];
+        if item.item_offset + item.item_bytes > object.size {
+            return Err(format!("{:?} ends behind the {} bytes of {}", item.name(), object.size, object.name));
+        }
+    }
+    let sorted = |pair: &[Item]| (&pair[0].fqn, &pair[0].offsets) < (&pair[1].fqn, &pair[1].offsets);
+    match items.windows(2).find(|pair| !sorted(pair)) {
+        None => Ok(()),
+        Some(pair) => Err(format!("{:?} stands twice or out of order", pair[1].name())),
+    }
+}
+
+fn section_bytes(section: &v1::Section, body: &Bytes) -> Result<Bytes, Fault> {
+    if !section.compression.is_empty() {
+        return Err(format!("a section has the compression {:?}, which this reader does not know", section.compression));
+    }
+    let end = section.offset.checked_add(section.length).filter(|end| *end <= body.len() as u64);
+    let bytes = body.slice(section.offset as usize..end.ok_or("a section ends behind the file")? as usize);
+    if xxh3(&bytes).to_le_bytes() != section.xxh3[..] {
+        return Err(format!("checksum of the section at {}..{}", section.offset, section.offset + section.length));
+    }
+    Ok(bytes)
+}
+
+fn follower(section: Option<&v1::Section>, kind: Kind, body: &Bytes) -> Result<Bytes, Fault> {
+    match section {
+        Some(section) if section.kind == kind as i32 => section_bytes(section, body),
+        _ => Err(format!("a section of kind {kind:?} is missing")),
+    }
+}
+
+fn message<M: Message + Default>(bytes: &[u8]) -> Result<M, Fault> {
+    M::decode(bytes).map_err(|error| format!("cannot be decoded: {error}"))
+}

@@ -1,0 +1,93 @@
+//! A manifest as bytes.
+
+use prost::Message;
+use strata_io::digest::{crc32, xxh3};
+use strata_proto::v1;
+use strata_proto::v1::section::Kind;
+
+use super::columns::{encode_entries, encode_items};
+use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
+use crate::item::Object;
+
+/// The file's bytes. `items` must be sorted by fqn, then offsets.
+pub fn encode(manifest: &Manifest) -> Vec<u8> {
+    let mut body = Body::default();
+    let mut entries: Vec<(u64, _)> = manifest.entries.iter().enumerate().map(|(i, e)| (i as u64, e)).collect();
+    entries.sort_by(|a, b| a.1.fqn.cmp(&b.1.fqn));
+    for rows in entries.chunks(GROUP_ROWS) {
+        let ends = (&rows[0].1.fqn, &rows[rows.len() - 1].1.fqn);
+        body.push(Kind::Tensors, &encode_entries(rows).encode_to_vec(), rows.len(), ends);
+    }
+    for rows in manifest.items.chunks(GROUP_ROWS) {
+        let ends = (&rows[0].fqn, &rows[rows.len() - 1].fqn);
+        let (group, digests, inline) = encode_items(rows);
+        body.push(Kind::Items, &group.encode_to_vec(), rows.len(), ends);
+        body.push(Kind::Digests, &digests, rows.len(), ends);
+        body.push(Kind::Inline, &inline, rows.len(), ends);
+    }
+    body.push(Kind::PlannerData, &manifest.planner_data, 0, (&Vec::new(), &Vec::new()));
+
+    let header = v1::ManifestHeader {
+        min_reader_version: READER_VERSION,
+        required_features: Vec::new(),
+        writer: concat!("torch_strata ", env!("CARGO_PKG_VERSION")).to_owned(),
+        save_id: manifest.save_id.clone(),
+        previous_save_id: manifest.previous_save_id.clone(),
+        number: manifest.number,
+        created_at: manifest.created_at,
+        world_size: manifest.world_size,
+        rank_plus_one: manifest.rank.map_or(0, |rank| rank + 1),
+        generation: manifest.generation,
+        objects: manifest.objects.iter().map(stored_object).collect(),
+        references: manifest
+            .references
+            .iter()
+            .map(|(checkpoint_id, save_id)| v1::Reference {
+                checkpoint_id: checkpoint_id.clone(),
+                save_id: save_id.clone(),
+            })
+            .collect(),
+        sections: body.sections,
+        num_items: manifest.items.len() as u64,
+        payload_bytes: manifest.payload_bytes,
+    }
+    .encode_to_vec();
+
+    let mut file = Vec::with_capacity(16 + header.len() + body.bytes.len());
+    file.extend(MAGIC);
+    file.extend((header.len() as u32).to_le_bytes());
+    file.extend(crc32(&header).to_le_bytes());
+    file.extend(header);
+    file.extend(body.bytes);
+    file
+}
+
+pub(crate) fn stored_object(object: &Object) -> v1::StoredObject {
+    v1::StoredObject {
+        name: object.name.clone(),
+        size: object.size,
+        reference: object.reference.map_or(0, |r| r + 1),
+    }
+}
+
+#[derive(Default)]
+struct Body {
+    bytes: Vec<u8>,
+    sections: Vec<v1::Section>,
+}
+
+impl Body {
+    fn push(&mut self, kind: Kind, bytes: &[u8], num_rows: usize, (first, last): (&Vec<u8>, &Vec<u8>)) {
+        self.sections.push(v1::Section {
+            kind: kind as i32,
+            offset: self.bytes.len() as u64,
+            length: bytes.len() as u64,
+            xxh3: xxh3(bytes).to_le_bytes().to_vec(),
+            num_rows: num_rows as u32,
+            first_fqn: first.clone(),
+            last_fqn: last.clone(),
+            compression: String::new(),
+        });
+        self.bytes.extend(bytes);
+    }
+}

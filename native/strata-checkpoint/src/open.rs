@@ -1,0 +1,167 @@
+//! Which state is committed at a place: the newest valid manifest, or stock's `.metadata`.
+
+use bytes::Bytes;
+use strata_io::{Error as IoError, Store};
+
+use crate::item::Item;
+use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode};
+use crate::{Error, Result};
+
+/// Where the save_id stands: torch pickles storage_meta near the end of `.metadata`.
+const METADATA_TAIL_BYTES: u64 = 4 << 10;
+
+/// Who committed the state that is read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// We did: the manifest is the truth.
+    Strata,
+    /// Stock torch did: the content of `.metadata`, to be unpickled by the caller.
+    Stock(Bytes),
+}
+
+/// A committed state, open for reading.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    /// Who committed it.
+    pub source: Source,
+    /// Ours, or what the caller made of `.metadata`.
+    pub manifest: Manifest,
+    /// What a person should know, such as a torn manifest that was passed over.
+    pub warnings: Vec<String>,
+}
+
+/// How `.metadata` relates to a manifest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum MetadataState {
+    Absent,
+    /// It carries the manifest's save_id.
+    Current,
+    /// It is the one that the manifest replaces: a save ended between the two writes.
+    Stale,
+    /// Stock saved here after us.
+    Foreign,
+}
+
+/// Opens the newest committed state at `store`.
+///
+/// # Errors
+/// [`Error::NotFound`] if nothing is committed; [`Error::Manifest`] if what is there cannot be used.
+pub async fn open(store: &dyn Store, rank: Option<u32>) -> Result<Checkpoint> {
+    let newest = newest(store, rank).await?;
+    let metadata = metadata_name(rank);
+    if let Some((manifest, warnings)) = newest {
+        return match metadata_state(store, &metadata, &manifest).await? {
+            MetadataState::Foreign => stock(store, &metadata, warnings).await,
+            _ => Ok(Checkpoint { source: Source::Strata, manifest, warnings }),
+        };
+    }
+    if rank.is_none()
+        && let Some(world_size) = complete_ranks(store, 0).await?
+    {
+        let detail = format!("{world_size} ranks saved here without collectives; each has its own manifest");
+        return Err(Error::NotFound { url: store.url().to_owned(), detail });
+    }
+    stock(store, &metadata, Vec::new()).await
+}
+
+async fn stock(store: &dyn Store, metadata: &str, warnings: Vec<String>) -> Result<Checkpoint> {
+    match store.read(metadata, None).await {
+        Ok(bytes) => Ok(Checkpoint { source: Source::Stock(bytes), manifest: Manifest::default(), warnings }),
+        Err(IoError::NotFound { .. }) => {
+            let detail = format!("found neither a manifest in {FOLDER} nor {metadata}");
+            Err(Error::NotFound { url: store.url().to_owned(), detail })
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Stock's index of the whole checkpoint, or of one rank's part.
+pub(crate) fn metadata_name(rank: Option<u32>) -> String {
+    rank.map_or(".metadata".to_owned(), |rank| format!("__{rank}.metadata"))
+}
+
+/// The newest valid manifest, and what was passed over on the way.
+pub(crate) async fn newest(store: &dyn Store, rank: Option<u32>) -> Result<Option<(Manifest, Vec<String>)>> {
+    let all = manifest_names(store, rank.is_some()).await?;
+    let mut warnings = Vec::new();
+    let mut first_fault = None;
+    for name in all.iter().rev().filter(|name| name.rank == rank) {
+        let object = format!("{}/{}", store.url(), name.path());
+        match decode(&store.read(&name.path(), None).await?) {
+            Ok(manifest) if rank.is_none() => {
+                if complete_ranks(store, manifest.number).await?.is_some() {
+                    return Ok(None);
+                }
+                return Ok(Some((manifest, warnings)));
+            }
+            Ok(manifest) => {
+                let missing = missing_ranks(&all, name.number, manifest.world_size);
+                if missing.is_empty() {
+                    return Ok(Some((manifest, warnings)));
+                }
+                warnings.push(format!("{object}: ranks {missing:?} of {} have not committed", manifest.world_size));
+            }
+            Err(DecodeError::Unsupported(detail)) => return Err(Error::Manifest { object, detail }),
+            Err(DecodeError::Damaged(detail)) => {
+                warnings.push(format!("{object}: {detail}; passed over"));
+                first_fault.get_or_insert(Error::Manifest { object, detail });
+            }
+        }
+    }
+    // A torn manifest beside no older one is damage, not an interrupted commit: those leave the old one in place.
+    first_fault.map_or(Ok(None), Err)
+}
+
+/// All manifests at a place, sorted by number.
+pub(crate) async fn manifest_names(store: &dyn Store, of_ranks: bool) -> Result<Vec<ManifestName>> {
+    let folder = if of_ranks { RANKS_FOLDER } else { FOLDER };
+    let listed = match store.list(folder).await {
+        Err(IoError::NotFound { .. }) => Vec::new(),
+        listed => listed?,
+    };
+    let mut names: Vec<ManifestName> = listed.iter().filter_map(|object| ManifestName::parse(&object.name)).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// World size of the newest complete set of rank manifests above `number`, if there is one.
+pub(crate) async fn complete_ranks(store: &dyn Store, number: u64) -> Result<Option<u32>> {
+    let all = manifest_names(store, true).await?;
+    for name in all.iter().rev().filter(|name| name.number > number && name.rank == Some(0)) {
+        let Ok(manifest) = decode(&store.read(&name.path(), None).await?) else { continue };
+        if missing_ranks(&all, name.number, manifest.world_size).is_empty() {
+            return Ok(Some(manifest.world_size));
+        }
+    }
+    Ok(None)
+}
+
+/// Ranks of `world_size` that have no manifest with this number.
+pub(crate) fn missing_ranks(all: &[ManifestName], number: u64, world_size: u32) -> Vec<u32> {
+    (0..world_size).filter(|rank| !all.contains(&ManifestName { number, rank: Some(*rank) })).collect()
+}
+
+pub(crate) async fn metadata_state(store: &dyn Store, name: &str, manifest: &Manifest) -> Result<MetadataState> {
+    let size = match store.size(name).await {
+        Err(IoError::NotFound { .. }) => return Ok(MetadataState::Absent),
+        size => size?,
+    };
+    let tail = store.read(name, Some(size.saturating_sub(METADATA_TAIL_BYTES)..size)).await?;
+    let carries = |id: &str| !id.is_empty() && tail.windows(id.len()).any(|window| window == id.as_bytes());
+    Ok(if carries(&manifest.save_id) {
+        MetadataState::Current
+    } else if carries(&manifest.previous_save_id) {
+        MetadataState::Stale
+    } else {
+        MetadataState::Foreign
+    })
+}
+
+impl Checkpoint {
+    /// Row of the item with this name and chunk, if there is one. Items of ours are sorted, stock's are by
+    /// [`Checkpoint::set_stock_entries`].
+    pub fn row(&self, fqn: &[u8], offsets: Option<&[u64]>) -> Option<usize> {
+        let key = |item: &Item| (item.fqn.as_slice().cmp(fqn)).then_with(|| item.offsets.as_deref().cmp(&offsets));
+        self.manifest.items.binary_search_by(key).ok()
+    }
+}

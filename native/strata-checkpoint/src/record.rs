@@ -1,0 +1,100 @@
+//! What one rank tells the planning rank: its objects and where its items are in them.
+
+use bytes::Bytes;
+use prost::Message;
+use strata_proto::v1;
+
+use crate::item::{Item, Object};
+use crate::manifest::{decode_items, encode_items};
+use crate::{Error, Result};
+
+/// One rank's part of a save.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RankRecord {
+    /// The rank.
+    pub rank: u32,
+    /// Its objects; items point into this list.
+    pub objects: Vec<Object>,
+    /// Its items, in the order of the plan.
+    pub items: Vec<Item>,
+    /// Sum of its payloads, aliases counted once.
+    pub payload_bytes: u64,
+}
+
+impl RankRecord {
+    /// Bytes for the way to the planning rank.
+    pub fn encode(&self) -> Vec<u8> {
+        let (items, digests, inline) = encode_items(&self.items);
+        v1::RankRecord {
+            rank: self.rank,
+            objects: self.objects.iter().map(crate::manifest::stored_object).collect(),
+            items: Some(items),
+            digests,
+            inline,
+            payload_bytes: self.payload_bytes,
+        }
+        .encode_to_vec()
+    }
+
+    /// The record in `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Manifest`] if `bytes` are no record.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let fault = |detail: String| Error::Manifest { object: "record of a rank".into(), detail };
+        let raw = v1::RankRecord::decode(bytes).map_err(|error| fault(error.to_string()))?;
+        let group = raw.items.unwrap_or_default();
+        let items = decode_items(&group, &raw.digests, &Bytes::from(raw.inline), raw.objects.len()).map_err(fault)?;
+        let object = |object: v1::StoredObject| Object { name: object.name, size: object.size, reference: None };
+        Ok(Self {
+            rank: raw.rank,
+            objects: raw.objects.into_iter().map(object).collect(),
+            items,
+            payload_bytes: raw.payload_bytes,
+        })
+    }
+}
+
+/// One item as `.metadata` names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StockEntry {
+    /// Name in the state_dict.
+    pub fqn: Vec<u8>,
+    /// Of the chunk; None for a pickled value.
+    pub offsets: Option<Vec<u64>>,
+    /// DCP's index hint.
+    pub index: Option<u32>,
+    /// Object's name relative to the checkpoint.
+    pub object: String,
+    /// First byte of the framed item.
+    pub offset: u64,
+    /// Length of the framed item.
+    pub length: u64,
+}
+
+/// What `.metadata` has to say of every item in `records`.
+///
+/// # Errors
+/// [`Error::Manifest`] if one is no record.
+pub fn stock_entries(records: &[impl AsRef<[u8]>]) -> Result<Vec<StockEntry>> {
+    let mut entries = Vec::new();
+    for record in records {
+        let RankRecord { objects, items, .. } = RankRecord::decode(record.as_ref())?;
+        entries.extend(items.into_iter().map(|item| StockEntry::of(item, &objects)));
+    }
+    Ok(entries)
+}
+
+impl StockEntry {
+    /// The entry of `item`, which is in one of `objects`.
+    pub fn of(item: Item, objects: &[Object]) -> Self {
+        Self {
+            object: objects[item.object as usize].name.clone(),
+            fqn: item.fqn,
+            offsets: item.offsets,
+            index: item.index,
+            offset: item.item_offset,
+            length: item.item_bytes,
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! One rank's items into new objects, each byte read once on the way.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use bytes::Bytes;
+use strata_io::digest::Digester;
+use strata_io::schedule::ByteBudget;
+use strata_io::{ObjectWriter, Part, Store};
+use tokio::task::JoinSet;
+
+use crate::container::{Frame, Placement, TensorSpec};
+use crate::item::{Item, Kind, Object};
+use crate::layout::{self, Piece};
+use crate::record::RankRecord;
+use crate::{Error, Result};
+
+/// Payloads up to this size travel inside the manifest as well: scalars, RNG states, counters.
+const INLINE_ITEM_BYTES: u64 = 4 << 10;
+
+/// Inline payloads of one rank together.
+const INLINE_RANK_BYTES: u64 = 1 << 20;
+
+/// One item to be saved.
+#[derive(Debug, Clone)]
+pub struct SaveItem {
+    /// Name in the state_dict.
+    pub fqn: Vec<u8>,
+    /// Of the chunk; None for a pickled value.
+    pub offsets: Option<Vec<u64>>,
+    /// DCP's index hint.
+    pub index: Option<u32>,
+    /// What the payload is.
+    pub kind: Kind,
+    /// torch's name of the dtype; empty for bytes.
+    pub dtype: Arc<str>,
+    /// Shape of what is stored, in elements.
+    pub shape: Vec<u64>,
+    /// Strides of what is stored, in elements.
+    pub strides: Vec<u64>,
+    /// The payload; lent memory.
+    pub payload: Bytes,
+}
+
+/// Writes `items` into objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
+///
+/// # Errors
+/// The first failure; everything that was written is removed first.
+///
+/// # Cancel safety
+/// A dropped call leaves objects behind; no manifest names them, and the next save here collects them.
+pub async fn write_items(
+    store: &dyn Store,
+    budget: &ByteBudget,
+    items: Vec<SaveItem>,
+    rank: u32,
+    save_id: &str,
+) -> Result<RankRecord> {
+    let plans = plan_objects(items, rank, save_id)?;
+    let mut record = RankRecord { rank, objects: Vec::new(), items: Vec::new(), payload_bytes: 0 };
+    for plan in plans {
+        let name = plan.name.clone();
+        match write_object(store, budget, plan, &mut record).await {
+            Ok(()) => {}
+            Err(error) => {
+                remove(store, record.objects.iter().map(|o| o.name.as_str()).chain([name.as_str()])).await;
+                return Err(error);
+            }
+        }
+    }
+    choose_inline(&mut record.items);
+    Ok(record)
+}
+
+async fn remove(store: &dyn Store, names: impl Iterator<Item = &str>) {
+    for name in names {
+        if let Err(error) = store.delete(name).await {
+            tracing::warn!("cannot remove {name} of a failed save: {error}");
+        }
+    }
+}
+
+/// One object: what is in it and where.
+struct ObjectPlan {
+    name: String,
+    segments: Vec<Segment>,
+    stored: Vec<Stored>,
+    size: u64,
+}
+
+/// Consecutive bytes of an object.
+enum Segment {
+    /// Known before any payload is read.
+    Fixed(Bytes),
+    /// Payload of `stored[i]`.
+    Payload(usize),
+    /// What follows the payload of `stored[i]`; its bytes need the payload's CRC.
+    Suffix(usize),
+}
+
+/// One payload and every item that it stands for.
+struct Stored {
+    payload: Bytes,
+    frame: Option<Frame>,
+    offset: u64,
+    skip: u64,
+    bytes: u64,
+    items: Vec<SaveItem>,
+}
+
+/// Tensors with the same memory and geometry become one stored payload; the order of the plan is kept.
+fn plan_objects(items: Vec<SaveItem>, rank: u32, save_id: &str) -> Result<Vec<ObjectPlan>> {
+    let mut plans: Vec<ObjectPlan> = Vec::new();
+    let mut known: HashMap<(usize, usize, Arc<str>, Vec<u64>, Vec<u64>), (usize, usize)> = HashMap::new();
+    let new_plan = |k: usize| ObjectPlan {
+        name: format!("__{rank}_{k}.{save_id}.distcp"),
+        segments: Vec::new(),
+        stored: Vec::new(),
+        size: 0,
+    };
+    for item in items {
+        let memory = (item.payload.as_ptr() as usize, item.payload.len());
+        let key = (memory.0, memory.1, item.dtype.clone(), item.shape.clone(), item.strides.clone());
+        let aliasable = item.kind == Kind::Tensor && !item.payload.is_empty();
+        if let Some((plan, stored)) = known.get(&key).filter(|_| aliasable) {
+            plans[*plan].stored[*stored].items.push(item);
+            continue;
+        }
+        if plans.last().is_none_or(|plan| plan.size >= layout::OBJECT_BYTES) {
+            plans.push(new_plan(plans.len()));
+        }
+        let at = plans.len() - 1;
+        plans[at].push(item)?;
+        if aliasable {
+            known.insert(key, (at, plans[at].stored.len() - 1));
+        }
+    }
+    Ok(plans)
+}
+
+impl ObjectPlan {
+    fn push(&mut self, item: SaveItem) -> Result<()> {
+        let offset = layout::next_offset(self.size);
+        if offset > self.size {
+            self.segments.push(Segment::Fixed(Bytes::from(vec![0; (offset - self.size) as usize])));
+        }
+        let number = self.stored.len();
+        let payload_bytes = item.payload.len() as u64;
+        let frame = match item.kind {
+            Kind::Bytes | Kind::TorchSave => None,
+            Kind::Tensor => Some(frame_of(&item, offset)?),
+        };
+        let skip = frame.as_ref().map_or(0, |frame| frame.prefix().len() as u64);
+        if let Some(frame) = &frame {
+            self.segments.push(Segment::Fixed(Bytes::copy_from_slice(frame.prefix())));
+        }
+        self.segments.push(Segment::Payload(number));
+        if frame.is_some() {
+            self.segments.push(Segment::Suffix(number));
+        }
+        let bytes = frame.as_ref().map_or(payload_bytes, Frame::item_bytes);
+        self.size = offset + bytes;
+        self.stored.push(Stored { payload: item.payload.clone(), frame, offset, skip, bytes, items: vec![item] });
+        Ok(())
+    }
+
+    fn segment_bytes(&self) -> Vec<u64> {
+        let bytes = |segment: &Segment| match segment {
+            Segment::Fixed(bytes) => bytes.len() as u64,
+            Segment::Payload(i) => self.stored[*i].payload.len() as u64,
+            Segment::Suffix(i) => self.stored[*i].frame.as_ref().map_or(0, Frame::suffix_bytes),
+        };
+        self.segments.iter().map(bytes).collect()
+    }
+}
+
+fn frame_of(item: &SaveItem, item_offset: u64) -> Result<Frame> {
+    let payload_bytes = item.payload.len() as u64;
+    let place = layout::residue(payload_bytes, item.payload.as_ptr() as u64);
+    let spec = TensorSpec { dtype: &item.dtype, shape: &item.shape, strides: &item.strides, payload_bytes };
+    let place = Placement { item_offset, align: place.align, residue: place.residue };
+    Frame::new(&spec, place).map_err(|error| Error::Plan(format!("{:?}: {error}", String::from_utf8_lossy(&item.fqn))))
+}
+
+async fn write_object(
+    store: &dyn Store,
+    budget: &ByteBudget,
+    plan: ObjectPlan,
+    record: &mut RankRecord,
+) -> Result<()> {
+    let writer = Arc::new(store.create(&plan.name, plan.size).await?);
+    let plan = Arc::new(plan);
+    let written = write_parts(store, budget, &plan, &writer).await;
+    let writer = Arc::into_inner(writer).expect("every part's write has ended");
+    let digests = match written {
+        Ok(digests) => digests,
+        Err(error) => {
+            writer.abort().await;
+            return Err(error);
+        }
+    };
+    writer.finish().await?;
+    let object = record.objects.len() as u32;
+    record.objects.push(Object { name: plan.name.clone(), size: plan.size, reference: None });
+    let plan = Arc::into_inner(plan).expect("every part is written");
+    for (stored, digester) in plan.stored.into_iter().zip(digests) {
+        let (blocks, _) = digester.finish();
+        record.payload_bytes += stored.payload.len() as u64;
+        record.items.extend(stored.items.into_iter().map(|item| Item {
+            fqn: item.fqn,
+            offsets: item.offsets,
+            index: item.index,
+            kind: item.kind,
+            dtype: item.dtype,
+            shape: item.shape,
+            strides: item.strides,
+            object,
+            item_offset: stored.offset,
+            item_bytes: stored.bytes,
+            payload_skip: stored.skip,
+            payload_bytes: stored.payload.len() as u64,
+            digests: blocks.clone(),
+            inline: Some(item.payload),
+            whole_crc32: None,
+        }));
+    }
+    Ok(())
+}
+
+/// Writes all parts; no write is running any more when this returns.
+async fn write_parts(
+    store: &dyn Store,
+    budget: &ByteBudget,
+    plan: &Arc<ObjectPlan>,
+    writer: &SharedWriter,
+) -> Result<Vec<Digester>> {
+    let mut writes = JoinSet::new();
+    let result = feed_parts(store, budget, plan, writer, &mut writes).await;
+    writes.shutdown().await;
+    result
+}
+
+type SharedWriter = Arc<Box<dyn ObjectWriter>>;
+
+/// Digests the parts one after another and writes them concurrently, as far as the budget allows.
+async fn feed_parts(
+    store: &dyn Store,
+    budget: &ByteBudget,
+    plan: &Arc<ObjectPlan>,
+    writer: &SharedWriter,
+    writes: &mut JoinSet<strata_io::Result<()>>,
+) -> Result<Vec<Digester>> {
+    let digests = Arc::new(Mutex::new(plan.stored.iter().map(|_| Digester::default()).collect::<Vec<_>>()));
+    let mut offset = 0;
+    for (index, pieces) in layout::parts(&plan.segment_bytes(), store.part_bytes(plan.size)).into_iter().enumerate() {
+        let bytes: u64 = pieces.iter().map(|piece| piece.range.end - piece.range.start).sum();
+        let permit = budget.take(bytes).await;
+        while let Some(done) = writes.try_join_next() {
+            done.expect("a part's write does not panic")?;
+        }
+        let part = {
+            let (plan, digests) = (plan.clone(), digests.clone());
+            let digest = move || {
+                let mut digests = digests.lock().expect("a digest does not panic");
+                make_part(&plan, &pieces, &mut digests, index as u32, offset)
+            };
+            tokio::task::spawn_blocking(digest).await.expect("a digest does not panic")
+        };
+        let writer = writer.clone();
+        writes.spawn(async move {
+            let _permit = permit;
+            writer.write_part(part).await
+        });
+        offset += bytes;
+    }
+    while let Some(done) = writes.join_next().await {
+        done.expect("a part's write does not panic")?;
+    }
+    Ok(Arc::into_inner(digests).expect("every part is digested").into_inner().expect("a digest does not panic"))
+}
+
+fn make_part(plan: &ObjectPlan, pieces: &[Piece], digests: &mut [Digester], index: u32, offset: u64) -> Part {
+    let (mut part_pieces, mut part_crc) = (Vec::with_capacity(pieces.len()), 0);
+    for Piece { segment, range } in pieces {
+        let (bytes, crc) = match &plan.segments[*segment] {
+            Segment::Fixed(bytes) => with_crc(slice(bytes, range)),
+            Segment::Payload(i) => {
+                let bytes = slice(&plan.stored[*i].payload, range);
+                let crc = digests[*i].update(&bytes);
+                (bytes, crc)
+            }
+            Segment::Suffix(i) => {
+                let frame = plan.stored[*i].frame.as_ref().expect("only framed items have a suffix");
+                with_crc(slice(&Bytes::from(frame.suffix(digests[*i].crc32())), range))
+            }
+        };
+        part_crc = strata_io::digest::crc32_combine(part_crc, crc, bytes.len() as u64);
+        part_pieces.push(bytes);
+    }
+    Part { index, offset, pieces: part_pieces, crc32: part_crc }
+}
+
+fn slice(bytes: &Bytes, range: &Range<u64>) -> Bytes {
+    bytes.slice(range.start as usize..range.end as usize)
+}
+
+fn with_crc(bytes: Bytes) -> (Bytes, u32) {
+    let crc = strata_io::digest::crc32(&bytes);
+    (bytes, crc)
+}
+
+/// Keeps copies of the smallest payloads, as many as fit, and lets go of the lent memory of all others.
+fn choose_inline(items: &mut [Item]) {
+    let mut order: Vec<usize> = (0..items.len()).collect();
+    order.sort_by_key(|i| items[*i].payload_bytes);
+    let mut left = INLINE_RANK_BYTES;
+    for i in order {
+        let item = &mut items[i];
+        let fits = item.payload_bytes <= INLINE_ITEM_BYTES.min(left) && item.kind != Kind::TorchSave;
+        let payload = item.inline.take().filter(|_| fits);
+        left -= payload.as_ref().map_or(0, |bytes| bytes.len() as u64);
+        item.inline = payload.map(|bytes| Bytes::copy_from_slice(&bytes));
+    }
+}

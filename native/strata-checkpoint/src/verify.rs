@@ -1,0 +1,171 @@
+//! Reading and checking everything that a checkpoint holds, within bounded memory.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use bytes::Bytes;
+use futures::FutureExt;
+use futures::stream::{self, StreamExt};
+use strata_io::Store;
+use strata_io::digest::{crc32, crc32_combine, xxh3};
+
+use crate::container::{Frame, Placement, TensorSpec};
+use crate::item::{Item, Kind, num_blocks};
+use crate::layout;
+use crate::load::{ReadStats, verify_block};
+use crate::open::Checkpoint;
+use crate::plan::{REQUEST_BYTES, block_range};
+
+/// Ranges read at a time, of at most [`REQUEST_BYTES`] each.
+const READS_AHEAD: usize = 4;
+
+/// Reads and checks every block, frame and inline payload; the second value names each damage.
+///
+/// Stock checkpoints: the CRC of each archive's tensor, where it has one; call [`crate::stock::resolve`] first.
+pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, Vec<String>) {
+    let items = unique_items(checkpoint);
+    let checks = items.iter().flat_map(|item| pieces(item).into_iter().map(move |piece| (*item, piece)));
+    let checks: Vec<_> = checks.map(|(item, range)| check_piece(store, checkpoint, item, range).boxed()).collect();
+    let mut results = stream::iter(checks).buffered(READS_AHEAD);
+    let mut stats = ReadStats::default();
+    let mut problems = Vec::new();
+    let mut whole = WholeCrcs::default();
+    while let Some(piece) = results.next().await {
+        stats.requests += 1;
+        stats.bytes_read += piece.bytes;
+        stats.blocks_verified += piece.blocks;
+        problems.extend(piece.problems);
+        whole.add(piece.item, piece.crc32, piece.payload_bytes);
+    }
+    for (item, found) in whole.settled() {
+        match item.whole_crc32 {
+            _ if !item.digests.is_empty() => {}
+            None => stats.unverified_bytes += item.payload_bytes,
+            Some(expected) if expected == found => stats.blocks_verified += num_blocks(item.payload_bytes),
+            Some(expected) => problems.push(format!(
+                "{:?} in {}: expected crc32 {expected:#010x}, found {found:#010x}",
+                item.name(),
+                checkpoint.manifest.objects[item.object as usize].name
+            )),
+        }
+    }
+    problems.extend(checkpoint.manifest.items.iter().filter_map(inline_problem));
+    (stats, problems)
+}
+
+/// Each payload once, in the order of the objects.
+fn unique_items(checkpoint: &Checkpoint) -> Vec<&Item> {
+    let unique: BTreeMap<(u32, u64), &Item> =
+        checkpoint.manifest.items.iter().map(|item| ((item.object, item.item_offset), item)).collect();
+    unique.into_values().collect()
+}
+
+/// An item's bytes in ranges of the payload that hold whole blocks; the frame goes with the first and the last.
+fn pieces(item: &Item) -> Vec<Range<u64>> {
+    let count = item.payload_bytes.div_ceil(REQUEST_BYTES).max(1);
+    (0..count).map(|i| i * REQUEST_BYTES..((i + 1) * REQUEST_BYTES).min(item.payload_bytes)).collect()
+}
+
+struct Piece<'a> {
+    item: &'a Item,
+    bytes: u64,
+    payload_bytes: u64,
+    crc32: u32,
+    blocks: u64,
+    problems: Vec<String>,
+}
+
+async fn check_piece<'a>(
+    store: &dyn Store,
+    checkpoint: &Checkpoint,
+    item: &'a Item,
+    payload: Range<u64>,
+) -> Piece<'a> {
+    let name = &checkpoint.manifest.objects[item.object as usize].name;
+    let object = || format!("{}/{name}", store.url());
+    let start = if payload.start == 0 { item.item_offset } else { item.payload_offset() + payload.start };
+    let is_last = payload.end == item.payload_bytes;
+    let end = if is_last { item.item_offset + item.item_bytes } else { item.payload_offset() + payload.end };
+    let mut piece = Piece {
+        item,
+        bytes: end - start,
+        payload_bytes: payload.end - payload.start,
+        crc32: 0,
+        blocks: 0,
+        problems: Vec::new(),
+    };
+    let bytes = match store.read(name, Some(start..end)).await {
+        Ok(bytes) => bytes,
+        Err(error) => {
+            piece.problems.push(format!("{:?}: {error}", item.name()));
+            return piece;
+        }
+    };
+    let at = (item.payload_offset() + payload.start - start) as usize;
+    let body = bytes.slice(at..at + piece.payload_bytes as usize);
+    piece.crc32 = crc32(&body);
+    if !item.digests.is_empty() {
+        let first = payload.start / strata_io::digest::BLOCK_BYTES;
+        for block in first..first + num_blocks(piece.payload_bytes) {
+            let range = block_range(block, item.payload_bytes);
+            let block_bytes = &body[(range.start - payload.start) as usize..(range.end - payload.start) as usize];
+            match verify_block(item, block, block_bytes, object) {
+                Ok(()) => piece.blocks += 1,
+                Err(error) => piece.problems.push(error.to_string()),
+            }
+        }
+        let head = (payload.start == 0).then(|| bytes.slice(..at));
+        let tail = is_last.then(|| bytes.slice(at + body.len()..));
+        piece.problems.extend(frame_problem(item, head, tail).map(|what| format!("{:?} in {}: {what}", item.name(), object())));
+    }
+    piece
+}
+
+/// What stock torch reads around a payload is made anew and compared: our digests do not cover it.
+fn frame_problem(item: &Item, head: Option<Bytes>, tail: Option<Bytes>) -> Option<&'static str> {
+    if item.kind != Kind::Tensor {
+        return None;
+    }
+    let spec = TensorSpec {
+        dtype: &item.dtype,
+        shape: &item.shape,
+        strides: &item.strides,
+        payload_bytes: item.payload_bytes,
+    };
+    let align = if item.payload_bytes < layout::ALIGNED_PAYLOAD_BYTES { layout::ITEM_ALIGN } else { layout::DIRECT_ALIGN };
+    let place = Placement { item_offset: item.item_offset, align, residue: item.payload_offset() % align };
+    let Ok(frame) = Frame::new(&spec, place) else { return Some("its frame cannot be made") };
+    let crc = item.digests.iter().enumerate().fold(0, |crc, (block, digest)| {
+        let range = block_range(block as u64, item.payload_bytes);
+        crc32_combine(crc, digest.crc32, range.end - range.start)
+    });
+    if head.is_some_and(|head| head != frame.prefix()) {
+        return Some("the archive's head, which stock torch reads, is damaged");
+    }
+    tail.is_some_and(|tail| tail != frame.suffix(crc)).then_some("the archive's tail, which stock torch reads, is damaged")
+}
+
+fn inline_problem(item: &Item) -> Option<String> {
+    let inline = item.inline.as_ref()?;
+    let expected = item.digests.first().map_or(xxh3(b""), |digest| digest.xxh3);
+    (xxh3(inline) != expected).then(|| format!("{:?}: the manifest's copy differs from the written value", item.name()))
+}
+
+/// CRCs of payloads whose pieces arrive in order.
+#[derive(Default)]
+struct WholeCrcs<'a> {
+    crcs: Vec<(&'a Item, u32)>,
+}
+
+impl<'a> WholeCrcs<'a> {
+    fn add(&mut self, item: &'a Item, crc: u32, bytes: u64) {
+        match self.crcs.last_mut() {
+            Some((last, whole)) if std::ptr::eq(*last, item) => *whole = crc32_combine(*whole, crc, bytes),
+            _ => self.crcs.push((item, crc)),
+        }
+    }
+
+    fn settled(self) -> impl Iterator<Item = (&'a Item, u32)> {
+        self.crcs.into_iter()
+    }
+}

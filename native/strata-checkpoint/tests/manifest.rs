@@ -1,0 +1,162 @@
+//! The manifest: what goes in comes out, and nothing hostile gets through.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use proptest::prelude::*;
+use strata_checkpoint::item::{Entry, Item, Kind, Object, TensorEntry, num_blocks};
+use strata_checkpoint::manifest::{DecodeError, GROUP_ROWS, Manifest, ManifestName, decode, encode};
+use strata_io::digest::BlockDigest;
+
+fn item(fqn: &str, shape: &[u64], object: u32, offset: u64) -> Item {
+    let mut strides = vec![1; shape.len()];
+    for d in (1..shape.len()).rev() {
+        strides[d - 1] = strides[d] * shape[d].max(1);
+    }
+    let payload_bytes = shape.iter().product::<u64>() * 4;
+    let digest = |block| BlockDigest { crc32: block as u32 * 7, xxh3: block as u128 * 11 + 3 };
+    Item {
+        fqn: fqn.as_bytes().to_vec(),
+        offsets: Some(vec![0; shape.len()]),
+        index: Some(0),
+        kind: Kind::Tensor,
+        dtype: Arc::from("float32"),
+        shape: shape.to_vec(),
+        strides,
+        object,
+        item_offset: offset,
+        item_bytes: payload_bytes + 1000,
+        payload_skip: 800,
+        payload_bytes,
+        digests: (0..num_blocks(payload_bytes)).map(digest).collect(),
+        inline: (payload_bytes <= 64).then(|| Bytes::from(vec![5; payload_bytes as usize])),
+        whole_crc32: None,
+    }
+}
+
+fn manifest(num_items: usize) -> Manifest {
+    let shapes: [&[u64]; 5] = [&[], &[0], &[3, 5], &[2, 1, 4], &[1 << 21]];
+    let items: Vec<Item> = (0..num_items)
+        .map(|i| item(&format!("model.layers.{i:06}.weight"), shapes[i % 5], (i % 2) as u32, i as u64 * 64))
+        .collect();
+    let entry = |item: &Item| Entry {
+        fqn: item.fqn.clone(),
+        tensor: Some(TensorEntry {
+            dtype: "float32".into(),
+            size: item.shape.clone(),
+            strides: Some(item.strides.iter().map(|s| *s as i64).collect()),
+            requires_grad: true,
+            pin_memory: false,
+            memory_format: 0,
+            layout: "strided".into(),
+        }),
+    };
+    let mut entries: Vec<Entry> = items.iter().map(entry).collect();
+    entries.reverse();
+    entries.push(Entry { fqn: b"step".to_vec(), tensor: None });
+    Manifest {
+        save_id: "new".into(),
+        previous_save_id: "old".into(),
+        number: 7,
+        created_at: 1,
+        world_size: 2,
+        rank: None,
+        generation: 3,
+        objects: vec![
+            Object { name: "__0_0.new.distcp".into(), size: 1 << 40, reference: None },
+            Object { name: "__1_0.new.distcp".into(), size: 1 << 40, reference: Some(0) },
+        ],
+        references: vec![("step-1".into(), "older".into())],
+        entries,
+        items,
+        planner_data: b"j{}".to_vec(),
+        payload_bytes: 12,
+    }
+}
+
+#[test]
+fn a_manifest_survives_the_way_to_the_file_and_back() {
+    for num_items in [0, 1, 9, GROUP_ROWS, GROUP_ROWS + 1] {
+        let manifest = manifest(num_items);
+        assert_eq!(decode(&Bytes::from(encode(&manifest))).as_ref(), Ok(&manifest));
+    }
+}
+
+#[test]
+fn a_manifest_cut_anywhere_is_damaged() {
+    let file = Bytes::from(encode(&manifest(20)));
+    for end in 0..file.len() {
+        assert!(matches!(decode(&file.slice(..end)), Err(DecodeError::Damaged(_))), "cut at {end}");
+    }
+}
+
+#[test]
+fn a_flipped_bit_anywhere_is_noticed() {
+    let file = encode(&manifest(20));
+    for at in 0..file.len() {
+        let mut damaged = file.clone();
+        damaged[at] ^= 1 << (at % 8);
+        assert!(decode(&Bytes::from(damaged)).is_err(), "bit flipped in byte {at}");
+    }
+}
+
+#[test]
+fn names_that_leave_the_checkpoint_are_refused() {
+    for name in ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\\b", "a\0"] {
+        let mut hostile = manifest(2);
+        hostile.objects[0].name = name.into();
+        assert!(matches!(decode(&Bytes::from(encode(&hostile))), Err(DecodeError::Damaged(_))), "{name:?}");
+        let mut hostile = manifest(2);
+        hostile.references[0].0 = name.into();
+        assert!(matches!(decode(&Bytes::from(encode(&hostile))), Err(DecodeError::Damaged(_))), "{name:?}");
+    }
+}
+
+#[test]
+fn items_that_do_not_fit_are_refused() {
+    type Change = fn(&mut Item);
+    let changes: [(&str, Change); 6] = [
+        ("behind its object", |item| item.item_offset = 1 << 41),
+        ("overflowing", |item| item.item_offset = u64::MAX - 5),
+        ("payload behind the item", |item| item.payload_skip = 1 << 30),
+        ("shape larger than the payload", |item| item.shape[0] += 1),
+        ("overflowing shape", |item| item.shape[0] = u64::MAX),
+        ("unknown dtype", |item| item.dtype = Arc::from("float31")),
+    ];
+    for (what, change) in changes {
+        let mut hostile = manifest(3);
+        change(&mut hostile.items[2]);
+        assert!(matches!(decode(&Bytes::from(encode(&hostile))), Err(DecodeError::Damaged(_))), "{what}");
+    }
+}
+
+#[test]
+fn two_items_with_one_name_and_place_are_refused() {
+    let mut hostile = manifest(2);
+    hostile.items[1] = hostile.items[0].clone();
+    assert!(decode(&Bytes::from(encode(&hostile))).is_err());
+}
+
+#[test]
+fn numbers_in_names_sort_and_read_back() {
+    for name in [
+        ManifestName { number: 1, rank: None },
+        ManifestName { number: u64::MAX, rank: None },
+        ManifestName { number: 12, rank: Some(31) },
+    ] {
+        assert_eq!(ManifestName::parse(&name.path()), Some(name));
+    }
+    for other in [".strata/1", ".strata/0000000000000000000a", ".metadata", ".strata/ranks/00000000000000000001"] {
+        assert_eq!(ManifestName::parse(other), None, "{other}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+    #[test]
+    fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        let mut file = b"STRATAM\n".to_vec();
+        file.extend(bytes);
+        let _ = decode(&Bytes::from(file));
+    }
+}

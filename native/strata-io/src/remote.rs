@@ -1,0 +1,425 @@
+//! A bucket, a container, a web server: every store behind HTTP, and the one in memory for tests.
+//!
+//! The `object_store` crate speaks the protocols; its retries and time-outs are off. What is ours: one retry
+//! layer, transfers watched by progress, checksums taken before the bytes were sent, creates and completed
+//! uploads whose outcome is looked up when the answer was lost, and uploads that leave nothing behind.
+
+mod answer;
+mod client;
+mod credentials;
+mod download;
+mod http;
+mod journal;
+mod names;
+pub(crate) mod open;
+mod options;
+mod upload;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::ops::Range;
+use std::sync::{Arc, LazyLock, Mutex};
+
+use ::http::{HeaderName, HeaderValue};
+use async_trait::async_trait;
+use base64::Engine;
+use bytes::Bytes;
+use object_store::multipart::MultipartStore;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt, PutPayload};
+use tokio::sync::Semaphore;
+
+use self::answer::Doing;
+use self::http::Call;
+pub use self::journal::{PendingUpload, UPLOADS_FOLDER, discard_upload, pending_uploads};
+use crate::lent::LentMut;
+use crate::retry::{Failure, Policy, Retry};
+use crate::schedule::PartLimits;
+use crate::{Error, IoConfig, ObjectInfo, ObjectWriter, PutMode, Result, Store};
+
+/// What a kind of store can do.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Abilities {
+    /// Sizes and number of parts.
+    pub(crate) limits: PartLimits,
+    /// Requests may carry `x-amz-checksum-crc32`.
+    pub(crate) crc32: bool,
+    /// An upload can carry metadata by which its object is recognised.
+    pub(crate) upload_metadata: bool,
+}
+
+/// The crate's face of one bucket.
+pub(crate) struct Bucket {
+    /// Single objects.
+    pub(crate) objects: Arc<dyn ObjectStore>,
+    /// Uploads in parts; `None` where nothing can be written.
+    pub(crate) parts: Option<Arc<dyn MultipartStore>>,
+    /// Scheme, endpoint and bucket: what one probe speaks for.
+    pub(crate) identity: String,
+    /// What it can do.
+    pub(crate) abilities: Abilities,
+}
+
+/// A [`Store`] over the `object_store` crate.
+#[derive(Debug)]
+pub(crate) struct RemoteStore {
+    remote: Arc<Remote>,
+}
+
+/// What the store and its writers share.
+struct Remote {
+    url: String,
+    root: String,
+    bucket: Bucket,
+    config: IoConfig,
+    slots: Semaphore,
+}
+
+/// Headers that a request carries besides the crate's.
+type Headers = Vec<(HeaderName, HeaderValue)>;
+
+impl RemoteStore {
+    /// The store at `url` (no credentials in it), whose objects have keys below `root`.
+    pub(crate) fn new(url: &str, root: &str, bucket: Bucket, config: &IoConfig) -> Self {
+        let slots = Semaphore::new(config.max_concurrency.clamp(1, Semaphore::MAX_PERMITS));
+        let (url, root) = (url.trim_end_matches('/').to_owned(), root.trim_matches('/').to_owned());
+        Self {
+            remote: Arc::new(Remote {
+                url,
+                root,
+                bucket,
+                config: config.clone(),
+                slots,
+            }),
+        }
+    }
+}
+
+#[async_trait]
+impl Store for RemoteStore {
+    fn url(&self) -> &str {
+        &self.remote.url
+    }
+
+    fn part_bytes(&self, object_bytes: u64) -> u64 {
+        self.remote.part_bytes(object_bytes)
+    }
+
+    async fn put(&self, name: &str, bytes: Bytes, mode: PutMode) -> Result<()> {
+        self.remote.uploads("write", name)?;
+        match mode {
+            PutMode::Overwrite => self.remote.put(name, bytes).await,
+            PutMode::Create => self.remote.put_new(name, bytes).await,
+        }
+    }
+
+    async fn create(&self, name: &str, size: u64) -> Result<Box<dyn ObjectWriter>> {
+        upload::begin(self.remote.clone(), name, size).await
+    }
+
+    async fn read_into(&self, name: &str, range: Range<u64>, targets: Vec<LentMut>) -> Result<()> {
+        download::into_targets(&self.remote, name, range, targets).await
+    }
+
+    async fn read(&self, name: &str, range: Option<Range<u64>>) -> Result<Bytes> {
+        download::into_bytes(&self.remote, name, range).await
+    }
+
+    async fn size(&self, name: &str) -> Result<u64> {
+        match self.remote.head_size(name).await {
+            // The answer to a HEAD has no body and so cannot say that the bucket is missing; a GET's can.
+            Err(Error::NotFound { .. }) => {
+                download::into_bytes(&self.remote, name, Some(0..1)).await?;
+                self.remote.head_size(name).await
+            }
+            known => known,
+        }
+    }
+
+    async fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        let listed = self.remote.list(prefix).await?;
+        let root = &self.remote.root;
+        let info = |meta: &object_store::ObjectMeta| {
+            let name = names::name(root, &meta.location)?;
+            // Consoles mark an empty folder by an object of its name, which the crate strips of its slash.
+            (name != prefix.trim_end_matches('/')).then(|| ObjectInfo {
+                name: name.to_owned(),
+                size: meta.size,
+            })
+        };
+        let mut infos: Vec<ObjectInfo> = listed.objects.iter().filter_map(info).collect();
+        infos.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(infos)
+    }
+
+    async fn list_folders(&self, prefix: &str) -> Result<Vec<String>> {
+        let listed = self.remote.list(prefix).await?;
+        let name = |key: &Path| names::name(&self.remote.root, key).map(str::to_owned);
+        let mut folders: Vec<String> = listed.common_prefixes.iter().filter_map(name).collect();
+        folders.sort();
+        Ok(folders)
+    }
+
+    async fn delete(&self, name: &str) -> Result<()> {
+        self.remote.uploads("delete", name)?;
+        self.remote.delete(name).await
+    }
+
+    async fn honours_create(&self) -> Result<bool> {
+        static PROBED: LazyLock<Mutex<HashMap<String, bool>>> = LazyLock::new(Mutex::default);
+        let identity = &self.remote.bucket.identity;
+        let known = PROBED.lock().expect("no panic while held").get(identity).copied();
+        if let Some(honoured) = known {
+            return Ok(honoured);
+        }
+        let honoured = self.remote.probe_create().await?;
+        PROBED
+            .lock()
+            .expect("no panic while held")
+            .insert(identity.clone(), honoured);
+        Ok(honoured)
+    }
+
+    async fn abort_upload(&self, name: &str, upload_id: &str) -> Result<()> {
+        self.remote.abort_upload(name, upload_id).await
+    }
+}
+
+impl Remote {
+    fn object(&self, name: &str) -> String {
+        format!("{}/{name}", self.url)
+    }
+
+    fn policy(&self) -> Policy {
+        Policy {
+            max_tries: self.config.max_tries,
+            deadline: self.config.deadline,
+        }
+    }
+
+    fn part_bytes(&self, object_bytes: u64) -> u64 {
+        self.bucket
+            .abilities
+            .limits
+            .part_bytes(object_bytes, self.config.part_bytes)
+    }
+
+    /// The half that writes in parts.
+    fn uploads(&self, operation: &'static str, name: &str) -> Result<&Arc<dyn MultipartStore>> {
+        self.bucket.parts.as_ref().ok_or_else(|| Error::Io {
+            operation,
+            object: self.object(name),
+            errno: Some(libc::EROFS),
+            detail: "stores over plain HTTP are read-only".to_owned(),
+        })
+    }
+
+    /// The checksum header for bytes whose CRC is `crc`, where the store takes one.
+    fn crc_header(&self, crc: u32) -> Headers {
+        if !self.bucket.abilities.crc32 {
+            return Headers::new();
+        }
+        let value = base64::engine::general_purpose::STANDARD.encode(crc.to_be_bytes());
+        let value = HeaderValue::try_from(value).expect("base64 is ASCII");
+        vec![(HeaderName::from_static("x-amz-checksum-crc32"), value)]
+    }
+
+    /// One request, once; the caller holds a slot.
+    async fn request<T>(
+        &self,
+        doing: Doing<'_>,
+        headers: Headers,
+        request: impl Future<Output = object_store::Result<T>>,
+    ) -> Result<T, Failure> {
+        let call = Call::with_headers(headers);
+        let answer = call.scope(request).await;
+        answer.map_err(|error| answer::failure(doing, &error, &call.seen()))
+    }
+
+    /// One request with its tries.
+    async fn retried<T, F>(&self, doing: Doing<'_>, headers: Headers, mut request: impl FnMut() -> F) -> Result<T>
+    where
+        F: Future<Output = object_store::Result<T>>,
+    {
+        let mut retry = Retry::start(self.policy(), doing.operation, doing.object);
+        loop {
+            match retry
+                .attempt(&self.slots, self.request(doing, headers.clone(), request()))
+                .await
+            {
+                Ok(answer) => return Ok(answer),
+                Err(failure) => retry.pause(failure).await?,
+            }
+        }
+    }
+
+    async fn put(&self, name: &str, bytes: Bytes) -> Result<()> {
+        let headers = self.crc_header(crate::digest::crc32(&bytes));
+        self.put_payload(name, PutPayload::from_bytes(bytes), headers).await
+    }
+
+    async fn put_payload(&self, name: &str, payload: PutPayload, headers: Headers) -> Result<()> {
+        let (object, key) = (self.object(name), names::key(&self.root, name)?);
+        let doing = Doing {
+            operation: "write",
+            object: &object,
+        };
+        self.retried(doing, headers, || self.bucket.objects.put(&key, payload.clone()))
+            .await
+            .map(|_| ())
+    }
+
+    /// A create-only put. After any failure the object is read back: a lost answer hides a success, and a
+    /// retry of our own create meets our own object. Equal bytes are taken for ours.
+    async fn put_new(&self, name: &str, bytes: Bytes) -> Result<()> {
+        let object = self.object(name);
+        let mut retry = Retry::start(self.policy(), "create", &object);
+        loop {
+            let Err(failure) = retry.attempt(&self.slots, self.create_once(name, &bytes)).await else {
+                return Ok(());
+            };
+            if is_unsupported(&failure) {
+                return self.put_unless_seen(name, bytes).await;
+            }
+            match (download::into_bytes(self, name, None).await, failure) {
+                (Ok(found), _) if found == bytes => return Ok(()),
+                (Ok(_), _) => return Err(Error::AlreadyExists { object }),
+                // Refused for an object that is gone again, or a conflict between two creators: try again.
+                (Err(Error::NotFound { .. }), Failure::Final(Error::AlreadyExists { .. })) => {
+                    retry.pause(Failure::again("another create was under way")).await?;
+                }
+                (Err(_), failure) => retry.pause(failure).await?,
+            }
+        }
+    }
+
+    async fn create_once(&self, name: &str, bytes: &Bytes) -> Result<(), Failure> {
+        let object = self.object(name);
+        let key = names::key(&self.root, name).map_err(Failure::Final)?;
+        let headers = self.crc_header(crate::digest::crc32(bytes));
+        let (payload, mode) = (PutPayload::from_bytes(bytes.clone()), object_store::PutMode::Create);
+        let put = self.bucket.objects.put_opts(&key, payload, mode.into());
+        self.request(
+            Doing {
+                operation: "create",
+                object: &object,
+            },
+            headers,
+            put,
+        )
+        .await
+        .map(|_| ())
+    }
+
+    /// For stores that know no create-only put: [`Store::honours_create`] says so, and races are not noticed.
+    async fn put_unless_seen(&self, name: &str, bytes: Bytes) -> Result<()> {
+        match self.head_size(name).await {
+            Ok(_) => Err(Error::AlreadyExists {
+                object: self.object(name),
+            }),
+            Err(Error::NotFound { .. }) => self.put(name, bytes).await,
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn probe_create(&self) -> Result<bool> {
+        let name = format!(".strata/probe-{:016x}", rand::random::<u64>());
+        self.put_new(&name, Bytes::from_static(b"first")).await?;
+        let object = self.object(&name);
+        let mut retry = Retry::start(self.policy(), "create", &object);
+        let honoured = loop {
+            match retry
+                .attempt(&self.slots, self.create_once(&name, &Bytes::from_static(b"second")))
+                .await
+            {
+                Ok(()) => break Ok(false),
+                Err(Failure::Final(Error::AlreadyExists { .. })) => break Ok(true),
+                Err(failure) if is_unsupported(&failure) => break Ok(false),
+                Err(failure) => {
+                    if let Err(error) = retry.pause(failure).await {
+                        break Err(error);
+                    }
+                }
+            }
+        };
+        if let Err(error) = self.delete(&name).await {
+            tracing::warn!(%error, "the probe object stays behind");
+        }
+        honoured
+    }
+
+    async fn head_size(&self, name: &str) -> Result<u64> {
+        let (object, key) = (self.object(name), names::key(&self.root, name)?);
+        let doing = Doing {
+            operation: "stat",
+            object: &object,
+        };
+        self.retried(doing, Headers::new(), || self.bucket.objects.head(&key))
+            .await
+            .map(|meta| meta.size)
+    }
+
+    async fn list(&self, prefix: &str) -> Result<object_store::ListResult> {
+        let (object, key) = (self.object(prefix), names::folder_key(&self.root, prefix)?);
+        let doing = Doing {
+            operation: "list",
+            object: &object,
+        };
+        let key = (!key.as_ref().is_empty()).then_some(key);
+        self.retried(doing, Headers::new(), || {
+            self.bucket.objects.list_with_delimiter(key.as_ref())
+        })
+        .await
+    }
+
+    async fn delete(&self, name: &str) -> Result<()> {
+        let (object, key) = (self.object(name), names::key(&self.root, name)?);
+        let doing = Doing {
+            operation: "delete",
+            object: &object,
+        };
+        match self
+            .retried(doing, Headers::new(), || self.bucket.objects.delete(&key))
+            .await
+        {
+            // Only a missing bucket comes with a detail.
+            Err(Error::NotFound { detail, .. }) if detail.is_empty() => Ok(()),
+            ended => ended,
+        }
+    }
+
+    async fn abort_upload(&self, name: &str, upload_id: &str) -> Result<()> {
+        let (object, key) = (self.object(name), names::key(&self.root, name)?);
+        let (parts, id) = (self.uploads("abort", name)?, upload_id.to_owned());
+        let doing = Doing {
+            operation: "abort",
+            object: &object,
+        };
+        match self
+            .retried(doing, Headers::new(), || parts.abort_multipart(&key, &id))
+            .await
+        {
+            // Finished or aborted before.
+            Err(Error::NotFound { .. }) => Ok(()),
+            ended => ended,
+        }
+    }
+}
+
+/// Whether the store knows no such request.
+fn is_unsupported(failure: &Failure) -> bool {
+    matches!(
+        failure,
+        Failure::Final(Error::Io {
+            errno: Some(libc::ENOSYS),
+            ..
+        })
+    )
+}
+
+impl fmt::Debug for Remote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Remote({})", self.url)
+    }
+}

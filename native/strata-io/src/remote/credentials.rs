@@ -1,0 +1,158 @@
+//! AWS credentials from wherever the SDKs find them: profiles, SSO, web identity, container, instance.
+//!
+//! `object_store` reads no profiles, so the SDK's own chain stands behind its interface. Keys are kept until
+//! shortly before they expire: a request signed with the last second of a key would be refused.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use aws_config::default_provider::credentials::DefaultCredentialsChain;
+use aws_config::provider_config::ProviderConfig;
+use aws_credential_types::provider::ProvideCredentials;
+use aws_runtime::env_config::file::EnvConfigFiles;
+use aws_smithy_http_client::tls;
+use aws_types::os_shim_internal::{Env, Fs};
+use aws_types::region::Region;
+use object_store::CredentialProvider;
+use object_store::aws::AwsCredential;
+use tokio::sync::{Mutex, OnceCell};
+
+use super::http::chain;
+
+/// Keys are renewed this long before they expire, as the SDKs do at the latest.
+const RENEW_BEFORE: Duration = Duration::from_secs(5 * 60);
+
+/// The SDK's chain of credential sources.
+#[derive(Debug)]
+pub(crate) struct SdkChain {
+    profile: Option<String>,
+    region: String,
+    sources: OnceCell<DefaultCredentialsChain>,
+    kept: Mutex<Option<Kept>>,
+}
+
+#[derive(Debug, Clone)]
+struct Kept {
+    keys: Arc<AwsCredential>,
+    expires_at: Option<SystemTime>,
+}
+
+impl SdkChain {
+    /// A chain that asks nobody before the first request. `profile` beats `AWS_PROFILE`.
+    pub(crate) fn new(profile: Option<String>, region: String) -> Self {
+        Self {
+            profile,
+            region,
+            sources: OnceCell::new(),
+            kept: Mutex::new(None),
+        }
+    }
+
+    async fn sources(&self) -> &DefaultCredentialsChain {
+        self.sources
+            .get_or_init(|| async {
+                let http = aws_smithy_http_client::Builder::new()
+                    .tls_provider(tls::Provider::Rustls(tls::rustls_provider::CryptoMode::Ring))
+                    .build_https();
+                let region = Region::new(self.region.clone());
+                let config = ProviderConfig::without_region()
+                    .with_region(Some(region.clone()))
+                    .with_http_client(http);
+                let mut builder = DefaultCredentialsChain::builder().configure(config).region(region);
+                if let Some(profile) = &self.profile {
+                    builder = builder.profile_name(profile);
+                }
+                builder.build().await
+            })
+            .await
+    }
+
+    async fn renew(&self) -> object_store::Result<Kept> {
+        let found =
+            self.sources()
+                .await
+                .provide_credentials()
+                .await
+                .map_err(|error| object_store::Error::Unauthenticated {
+                    path: "credentials".to_owned(),
+                    source: format!("no usable AWS credentials: {}", chain(&error)).into(),
+                })?;
+        let keys = AwsCredential {
+            key_id: found.access_key_id().to_owned(),
+            secret_key: found.secret_access_key().to_owned(),
+            token: found.session_token().map(str::to_owned),
+        };
+        Ok(Kept {
+            keys: Arc::new(keys),
+            expires_at: found.expiry(),
+        })
+    }
+}
+
+#[async_trait]
+impl CredentialProvider for SdkChain {
+    type Credential = AwsCredential;
+
+    async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
+        // Held while renewing, so that of many waiting requests one asks.
+        let mut kept = self.kept.lock().await;
+        if let Some(kept) = kept.as_ref().filter(|kept| is_valid_for(kept.expires_at, RENEW_BEFORE)) {
+            return Ok(kept.keys.clone());
+        }
+        match (self.renew().await, kept.as_ref()) {
+            (Ok(renewed), _) => Ok(kept.insert(renewed).keys.clone()),
+            (Err(error), Some(old)) if is_valid_for(old.expires_at, Duration::ZERO) => {
+                tracing::warn!(
+                    error = chain(&error),
+                    "AWS credentials could not be renewed; the old ones still hold"
+                );
+                Ok(old.keys.clone())
+            }
+            (Err(error), _) => Err(error),
+        }
+    }
+}
+
+fn is_valid_for(expires_at: Option<SystemTime>, time: Duration) -> bool {
+    expires_at.is_none_or(|expires_at| expires_at > SystemTime::now() + time)
+}
+
+/// Region and endpoint that a profile names.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct ProfileSettings {
+    pub(crate) region: Option<String>,
+    pub(crate) endpoint: Option<String>,
+}
+
+/// Reads the profile files. A file that is missing says nothing; one that cannot be read is logged, because
+/// keys may come from elsewhere.
+pub(crate) fn profile_settings(profile: Option<&str>) -> ProfileSettings {
+    let profile = profile.map(|name| Cow::Owned(name.to_owned()));
+    let (fs, env, files) = (Fs::real(), Env::real(), EnvConfigFiles::default());
+    // Blocks for the reading of two small files: the SDK's shim does not really wait.
+    match futures::executor::block_on(aws_config::profile::load(&fs, &env, &files, profile)) {
+        Ok(settings) => ProfileSettings {
+            region: settings.get("region").map(str::to_owned),
+            endpoint: settings.get("endpoint_url").map(str::to_owned),
+        },
+        Err(error) => {
+            tracing::warn!(error = chain(&error), "the AWS profile files cannot be read");
+            ProfileSettings::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_about_to_expire_are_not_valid() {
+        let in_a_minute = Some(SystemTime::now() + Duration::from_secs(60));
+        assert!(!is_valid_for(in_a_minute, RENEW_BEFORE));
+        assert!(is_valid_for(in_a_minute, Duration::ZERO));
+        assert!(is_valid_for(None, RENEW_BEFORE));
+    }
+}

@@ -1,0 +1,396 @@
+//! The one way to the network: every request of every remote store passes through here.
+//!
+//! Three things happen that the `object_store` crate leaves out. A request can carry headers which its
+//! interface has no place for (our checksums), and is then signed again. What came back is noted where the
+//! retry layer finds it: status, error code, `Retry-After`. And a transfer in which no byte moves is ended:
+//! a limit on the whole body would kill large transfers on slow links, so only progress counts.
+
+use std::error::Error as StdError;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::{BodyExt, Limited};
+use object_store::ClientOptions;
+use object_store::aws::{AwsAuthorizer, AwsCredentialProvider};
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody, HttpResponse, HttpResponseBody,
+    HttpService,
+};
+use tokio::time::{Instant, Sleep};
+
+tokio::task_local! {
+    /// The call in whose name this task sends requests.
+    static CALL: Arc<Call>;
+}
+
+/// Error bodies are read up to here; real ones have a few hundred bytes.
+const ERROR_BODY_BYTES: usize = 64 << 10;
+
+/// Request bodies are handed to the socket in pieces of this size, so that progress is seen while a large
+/// part is sent. Larger ones measured no faster.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// What one request carries besides what the crate sends, and what was seen of its answer.
+#[derive(Debug, Default)]
+pub(crate) struct Call {
+    headers: Vec<(HeaderName, HeaderValue)>,
+    seen: Mutex<Seen>,
+}
+
+/// What was seen of an answer that failed.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Seen {
+    /// HTTP status, when an answer came at all.
+    pub(crate) status: Option<u16>,
+    /// The store's error code, such as `SlowDown`.
+    pub(crate) code: Option<String>,
+    /// The store's own words.
+    pub(crate) message: Option<String>,
+    /// The wait the store asked for.
+    pub(crate) retry_after: Option<Duration>,
+    /// Size of the whole object, from `Content-Range`.
+    pub(crate) object_bytes: Option<u64>,
+    /// Region in which the bucket is, when it is another one.
+    pub(crate) bucket_region: Option<String>,
+    /// How the connection failed: no answer, or a body that broke off.
+    pub(crate) transport: Option<String>,
+}
+
+impl Call {
+    /// A call with additional headers.
+    pub(crate) fn with_headers(headers: Vec<(HeaderName, HeaderValue)>) -> Arc<Self> {
+        Arc::new(Self {
+            headers,
+            seen: Mutex::default(),
+        })
+    }
+
+    /// Runs `request` in the name of this call.
+    pub(crate) async fn scope<T>(self: &Arc<Self>, request: impl Future<Output = T>) -> T {
+        CALL.scope(self.clone(), request).await
+    }
+
+    /// What was seen so far.
+    pub(crate) fn seen(&self) -> Seen {
+        self.seen.lock().expect("no panic while held").clone()
+    }
+
+    fn note(&self, change: impl FnOnce(&mut Seen)) {
+        change(&mut self.seen.lock().expect("no panic while held"));
+    }
+}
+
+/// Makes the HTTP clients of a store.
+#[derive(Debug, Clone)]
+pub(crate) struct Connector {
+    /// Signs requests that carry additional headers; `None` where none ever does.
+    pub(crate) signer: Option<Signer>,
+    /// Whether a proxy from the environment may be used: never for an endpoint on this machine.
+    pub(crate) proxy: bool,
+    /// Time without a byte moved after which a transfer is given up.
+    pub(crate) stall: Duration,
+}
+
+/// What a signature needs.
+#[derive(Debug, Clone)]
+pub(crate) struct Signer {
+    /// Where the keys come from.
+    pub(crate) credentials: AwsCredentialProvider,
+    /// The region that is signed for.
+    pub(crate) region: String,
+    /// Whether the requester pays.
+    pub(crate) request_payer: bool,
+}
+
+impl HttpConnector for Connector {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let client = super::client::build(options, self.proxy)?;
+        Ok(HttpClient::new(Service {
+            client,
+            signer: self.signer.clone(),
+            stall: self.stall,
+        }))
+    }
+}
+
+#[derive(Debug)]
+struct Service {
+    client: reqwest::Client,
+    signer: Option<Signer>,
+    stall: Duration,
+}
+
+#[async_trait]
+impl HttpService for Service {
+    async fn call(&self, mut request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let call = CALL.try_with(Arc::clone).unwrap_or_default();
+        if !call.headers.is_empty() {
+            self.add_headers(&call, &mut request).await?;
+        }
+        let method = request.method().clone();
+        let response = self.send(&call, request).await?;
+        let (parts, body) = response.into_parts();
+        let body = Watched {
+            body,
+            call: call.clone(),
+            stall: self.stall,
+            sleep: None,
+        };
+        call.note(|seen| note_head(seen, parts.status, &parts.headers));
+        if parts.status.is_success() && method != Method::POST {
+            return Ok(http::Response::from_parts(parts, HttpResponseBody::new(body)));
+        }
+        self.read_error(&call, parts, body).await
+    }
+}
+
+impl Service {
+    async fn add_headers(&self, call: &Call, request: &mut HttpRequest) -> Result<(), HttpError> {
+        for (name, value) in &call.headers {
+            request.headers_mut().insert(name, value.clone());
+        }
+        let Some(signer) = &self.signer else { return Ok(()) };
+        let refused = |error| HttpError::new(HttpErrorKind::Unknown, error);
+        let credentials = signer.credentials.get_credential().await.map_err(refused)?;
+        AwsAuthorizer::new(&credentials, "s3", &signer.region)
+            .with_sign_payload(false)
+            .with_request_payer(signer.request_payer)
+            .try_authorize(request, None)
+            .map_err(refused)
+    }
+
+    /// Sends `request` and waits for the head of the answer, as long as bytes move.
+    async fn send(&self, call: &Call, request: HttpRequest) -> Result<http::Response<reqwest::Body>, HttpError> {
+        let sent = Arc::new(AtomicU64::new(0));
+        let (parts, body) = request.into_parts();
+        let url = parts
+            .uri
+            .to_string()
+            .parse()
+            .map_err(|e| HttpError::new(HttpErrorKind::Unknown, Unusable(e)))?;
+        let mut request = reqwest::Request::new(parts.method, url);
+        *request.headers_mut() = parts.headers;
+        if body.content_length() > 0 {
+            *request.body_mut() = Some(reqwest::Body::wrap(Counted {
+                body,
+                rest: Bytes::new(),
+                sent: sent.clone(),
+            }));
+        } else {
+            // An explicit empty body, so that a PUT or POST says `Content-Length: 0`.
+            *request.body_mut() = Some(Bytes::new().into());
+        }
+        let mut answer = std::pin::pin!(self.client.execute(request));
+        let mut sent_before = 0;
+        loop {
+            match tokio::time::timeout(self.stall, &mut answer).await {
+                Ok(Ok(response)) => return Ok(response.into()),
+                Ok(Err(error)) => {
+                    let kind = if error.is_connect() {
+                        HttpErrorKind::Connect
+                    } else {
+                        HttpErrorKind::Request
+                    };
+                    return Err(broken(call, kind, error.without_url()));
+                }
+                Err(_) => {
+                    let sent_now = sent.load(Ordering::Relaxed);
+                    if sent_now == sent_before {
+                        return Err(broken(call, HttpErrorKind::Timeout, Stalled { stall: self.stall }));
+                    }
+                    sent_before = sent_now;
+                }
+            }
+        }
+    }
+
+    /// Reads a short answer whole, notes an error in it, and gives it an error's status: S3 may answer a
+    /// completed upload with 200 and an error in the body.
+    async fn read_error(
+        &self,
+        call: &Call,
+        mut parts: http::response::Parts,
+        body: Watched,
+    ) -> Result<HttpResponse, HttpError> {
+        let bytes = match Limited::new(body, ERROR_BODY_BYTES).collect().await {
+            Ok(body) => body.to_bytes(),
+            Err(error) => return Err(broken(call, HttpErrorKind::Interrupted, Cut(error))),
+        };
+        let text = String::from_utf8_lossy(&bytes);
+        if !parts.status.is_success() || text.contains("<Error>") {
+            call.note(|seen| {
+                seen.code = element(&text, "Code");
+                seen.message = element(&text, "Message");
+            });
+            if parts.status.is_success() {
+                parts.status = StatusCode::INTERNAL_SERVER_ERROR;
+                call.note(|seen| seen.status = Some(parts.status.as_u16()));
+            }
+        }
+        Ok(http::Response::from_parts(parts, bytes.into()))
+    }
+}
+
+fn note_head(seen: &mut Seen, status: StatusCode, headers: &HeaderMap) {
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    *seen = Seen {
+        status: Some(status.as_u16()),
+        // The other form, a date, is not sent by stores.
+        retry_after: text("retry-after")
+            .and_then(|s| s.trim().parse().ok())
+            .map(Duration::from_secs),
+        object_bytes: text("content-range").and_then(|range| range.rsplit_once('/')?.1.parse().ok()),
+        bucket_region: text("x-amz-bucket-region").map(str::to_owned),
+        // Azure repeats the code in a header, the only place when a HEAD fails.
+        code: text("x-ms-error-code").map(str::to_owned),
+        ..Seen::default()
+    };
+}
+
+/// Text of the first `<name>` in an XML error document; stores send these without attributes.
+fn element(xml: &str, name: &str) -> Option<String> {
+    let (_, rest) = xml.split_once(&format!("<{name}>"))?;
+    let (text, _) = rest.split_once(&format!("</{name}>"))?;
+    Some(text.trim().to_owned())
+}
+
+fn broken(call: &Call, kind: HttpErrorKind, error: impl StdError + Send + Sync + 'static) -> HttpError {
+    call.note(|seen| seen.transport = Some(chain(&error)));
+    HttpError::new(kind, error)
+}
+
+/// An error with its causes, each said once.
+pub(crate) fn chain(error: &dyn StdError) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let said = error.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        cause = error.source();
+    }
+    text
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("no byte moved for {stall:?}")]
+struct Stalled {
+    stall: Duration,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("the answer broke off: {0}")]
+struct Cut(Box<dyn StdError + Send + Sync>);
+
+#[derive(Debug, thiserror::Error)]
+#[error("unusable URL: {0}")]
+struct Unusable(url::ParseError);
+
+/// A request body that counts the bytes taken by the socket.
+struct Counted {
+    body: HttpRequestBody,
+    rest: Bytes,
+    sent: Arc<AtomicU64>,
+}
+
+impl Body for Counted {
+    type Data = Bytes;
+    type Error = HttpError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, HttpError>>> {
+        while self.rest.is_empty() {
+            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                Some(Ok(frame)) => self.rest = frame.into_data().unwrap_or_default(),
+                ended => return Poll::Ready(ended),
+            }
+        }
+        let piece_bytes = self.rest.len().min(PIECE_BYTES);
+        let piece = self.rest.split_to(piece_bytes);
+        self.sent.fetch_add(piece.len() as u64, Ordering::Relaxed);
+        Poll::Ready(Some(Ok(Frame::data(piece))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.rest.is_empty() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let unsent = self.body.size_hint().exact().unwrap_or(0);
+        SizeHint::with_exact(unsent + self.rest.len() as u64)
+    }
+}
+
+/// An answer's body that fails when no byte comes for `stall`.
+#[derive(Debug)]
+struct Watched {
+    body: reqwest::Body,
+    call: Arc<Call>,
+    stall: Duration,
+    sleep: Option<Pin<Box<Sleep>>>,
+}
+
+impl Body for Watched {
+    type Data = Bytes;
+    type Error = HttpError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, HttpError>>> {
+        let this = &mut *self;
+        if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(cx) {
+            // Armed anew only when the next poll finds nothing: a timer for each frame costs more than the copy.
+            this.sleep = None;
+            let cut = |error: reqwest::Error| broken(&this.call, HttpErrorKind::Interrupted, error.without_url());
+            return Poll::Ready(frame.map(|frame| frame.map_err(cut)));
+        }
+        let stall = this.stall;
+        let sleep = this
+            .sleep
+            .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + stall)));
+        ready!(sleep.as_mut().poll(cx));
+        Poll::Ready(Some(Err(broken(&this.call, HttpErrorKind::Timeout, Stalled { stall }))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn code_and_message_are_found_in_an_error_document() {
+        let xml = "<?xml version=\"1.0\"?><Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>";
+        assert_eq!(element(xml, "Code").as_deref(), Some("SlowDown"));
+        assert_eq!(element(xml, "Message").as_deref(), Some("Reduce your rate."));
+        assert_eq!(element(xml, "Region"), None);
+    }
+
+    #[test]
+    fn what_the_head_says_is_noted() {
+        let mut headers = HeaderMap::new();
+        headers.insert("retry-after", HeaderValue::from_static("3"));
+        headers.insert("content-range", HeaderValue::from_static("bytes */512"));
+        let mut seen = Seen::default();
+        note_head(&mut seen, StatusCode::SERVICE_UNAVAILABLE, &headers);
+        let expected = Seen {
+            status: Some(503),
+            retry_after: Some(Duration::from_secs(3)),
+            object_bytes: Some(512),
+            ..Seen::default()
+        };
+        assert_eq!(seen, expected);
+    }
+}

@@ -1,0 +1,121 @@
+//! The one interface to a place where objects are kept.
+
+use std::fmt::Debug;
+use std::ops::Range;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+
+use crate::Result;
+use crate::lent::LentMut;
+
+/// Whether a small write may replace what is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PutMode {
+    /// Replace, atomically where the store can.
+    Overwrite,
+    /// Fail with [`crate::Error::AlreadyExists`] if the name is taken; of several racing creators one wins.
+    Create,
+}
+
+/// One stored object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObjectInfo {
+    /// Name relative to the store's root, `/`-separated.
+    pub name: String,
+    /// Size in bytes.
+    pub size: u64,
+}
+
+/// A range of an object about to be written.
+#[derive(Debug, Clone)]
+pub struct Part {
+    /// Position in the object's sequence of parts, from 0.
+    pub index: u32,
+    /// First byte in the object.
+    pub offset: u64,
+    /// The bytes, in order; slices of lent memory are not copied.
+    pub pieces: Vec<Bytes>,
+    /// CRC-32/ISO-HDLC of the pieces, taken when they were first read: a store that checks it refuses
+    /// memory that changed since.
+    pub crc32: u32,
+}
+
+impl Part {
+    /// Bytes in this part.
+    pub fn len(&self) -> usize {
+        self.pieces.iter().map(Bytes::len).sum()
+    }
+
+    /// Whether the part holds no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A place where objects are kept: a directory, a bucket prefix, a map in memory.
+///
+/// Names are relative, `/`-separated, and never leave the root. Every method returns only when the
+/// effect is durable; every error names the object. Retries happen inside.
+#[async_trait]
+pub trait Store: Debug + Send + Sync {
+    /// The root as the user wrote it, for messages; no credentials.
+    fn url(&self) -> &str;
+
+    /// Size of the parts this store wants for an object of `object_bytes`, in bytes.
+    ///
+    /// All parts but the last have exactly this size.
+    fn part_bytes(&self, object_bytes: u64) -> u64;
+
+    /// Writes a small object whole. A failed or interrupted write leaves the old object or none.
+    async fn put(&self, name: &str, bytes: Bytes, mode: PutMode) -> Result<()>;
+
+    /// Begins an object of exactly `size` bytes under a name never used before.
+    ///
+    /// Nothing is visible to [`Store::list`] on remote stores before [`ObjectWriter::finish`]; on local ones the
+    /// file is, so names must not be trusted before a commit.
+    async fn create(&self, name: &str, size: u64) -> Result<Box<dyn ObjectWriter>>;
+
+    /// Reads `range` of `name` into `targets`, in order; their lengths add up to the range's.
+    ///
+    /// The memory goes back to the lender when the returned future ends or, if it is dropped before,
+    /// when the last operation that can touch it has ended.
+    async fn read_into(&self, name: &str, range: Range<u64>, targets: Vec<LentMut>) -> Result<()>;
+
+    /// Reads `range` of `name`, or all of it.
+    async fn read(&self, name: &str, range: Option<Range<u64>>) -> Result<Bytes>;
+
+    /// Size of `name` in bytes.
+    async fn size(&self, name: &str) -> Result<u64>;
+
+    /// Objects whose name starts with `prefix` (`""`, or ending in `/`), direct children only, sorted.
+    async fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>>;
+
+    /// Names of the direct sub-folders below `prefix`, without a trailing `/`, sorted.
+    async fn list_folders(&self, prefix: &str) -> Result<Vec<String>>;
+
+    /// Removes `name`; a name that is not there is no error.
+    async fn delete(&self, name: &str) -> Result<()>;
+
+    /// Whether create-only puts were seen to be honoured; false once a probe showed otherwise.
+    async fn honours_create(&self) -> Result<bool>;
+
+    /// Removes the parts of an upload that another process began and will not finish; see
+    /// [`crate::pending_uploads`]. Stores without such uploads, and uploads that are gone, are no error.
+    async fn abort_upload(&self, _name: &str, _upload_id: &str) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// An object in the making. Parts may be written concurrently and in any order.
+#[async_trait]
+pub trait ObjectWriter: Debug + Send + Sync {
+    /// Writes one part.
+    async fn write_part(&self, part: Part) -> Result<()>;
+
+    /// Makes the object durable and visible. All parts have been written.
+    async fn finish(self: Box<Self>) -> Result<()>;
+
+    /// Removes what was written. Best effort: a failure is logged.
+    async fn abort(self: Box<Self>);
+}

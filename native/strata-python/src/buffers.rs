@@ -1,0 +1,74 @@
+//! Memory of Python objects, lent to Rust. This crate's one home of `unsafe`.
+#![allow(unsafe_code)]
+
+use std::sync::{Arc, Mutex};
+
+use bytes::Bytes;
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use strata_checkpoint::Destination;
+use strata_checkpoint::geometry::StridedCopy;
+use strata_io::lent::{Lease, lend};
+
+/// Python objects whose memory is lent. The last operation that can touch the memory drops it, on any thread.
+#[derive(Default)]
+pub(crate) struct Owners {
+    objects: Vec<Py<PyAny>>,
+    buffers: Vec<PyBuffer<u8>>,
+}
+
+/// Owners that were dropped where Python must not be touched; the next call from Python releases them.
+static DEAD: Mutex<Vec<Owners>> = Mutex::new(Vec::new());
+
+impl Drop for Owners {
+    fn drop(&mut self) {
+        if !self.objects.is_empty() || !self.buffers.is_empty() {
+            DEAD.lock().expect("never poisoned").push(std::mem::take(self));
+        }
+    }
+}
+
+/// Releases what tokio's threads have let go of.
+pub(crate) fn bury(_py: Python<'_>) {
+    let dead = std::mem::take(&mut *DEAD.lock().expect("never poisoned"));
+    for mut owners in dead {
+        // Field by field: dropping `owners` as it is would queue it again.
+        drop((std::mem::take(&mut owners.objects), std::mem::take(&mut owners.buffers)));
+    }
+}
+
+impl Owners {
+    /// Keeps a tensor alive.
+    pub fn keep(&mut self, object: Bound<'_, PyAny>) {
+        self.objects.push(object.unbind());
+    }
+
+    /// Keeps a buffer exported; returns its address and length in bytes.
+    pub fn keep_buffer(&mut self, object: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+        let buffer = PyBuffer::<u8>::get(object)?;
+        if !buffer.is_c_contiguous() {
+            return Err(PyValueError::new_err("expected a contiguous buffer"));
+        }
+        let place = (buffer.buf_ptr() as usize, buffer.len_bytes());
+        self.buffers.push(buffer);
+        Ok(place)
+    }
+
+    /// The lease on everything that is kept.
+    pub fn lease(self) -> Lease {
+        Arc::new(self)
+    }
+}
+
+/// `bytes` of memory at `address`, owned by something under `lease`.
+pub(crate) fn lend_memory(address: usize, bytes: usize, lease: &Lease) -> Bytes {
+    // SAFETY: Python promises (_native.pyi) that the object kept under the lease owns this memory.
+    unsafe { lend(address as *const u8, bytes, lease.clone()) }
+}
+
+/// A destination at `address`, owned by something under `lease`.
+pub(crate) fn destination(address: usize, copy: StridedCopy, lease: &Lease) -> Destination {
+    // SAFETY: as above; the caller's tensor has the shape and strides that `copy` was made from.
+    unsafe { Destination::new(address as *mut u8, copy, lease.clone()) }
+}

@@ -1,0 +1,254 @@
+//! `_native.Checkpoint` and `_native.ReadStats`.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use strata_checkpoint::geometry::{Box as Region, StridedCopy};
+use strata_checkpoint::item::{Item, TensorEntry};
+use strata_checkpoint::{self as core, Source, StockEntry, TensorRead, VerifyMode, container, stock};
+use strata_io::schedule::ByteBudget;
+
+use crate::buffers::{Owners, destination};
+use crate::errors::to_py;
+use crate::runtime::wait;
+use crate::save::{RawEntry, RawStockEntry, stock_to_py};
+use crate::store::Store;
+
+/// Adds this file's classes.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<ReadStats>()?;
+    module.add_class::<Checkpoint>()
+}
+
+/// What a read cost and checked.
+#[pyclass(module = "torch_strata._native", frozen, get_all)]
+pub(crate) struct ReadStats {
+    requests: u64,
+    bytes_read: u64,
+    blocks_verified: u64,
+    unverified_bytes: u64,
+}
+
+impl From<core::ReadStats> for ReadStats {
+    fn from(stats: core::ReadStats) -> Self {
+        let core::ReadStats { requests, bytes_read, blocks_verified, unverified_bytes } = stats;
+        Self { requests, bytes_read, blocks_verified, unverified_bytes }
+    }
+}
+
+/// A checkpoint that is open for reading.
+#[pyclass(module = "torch_strata._native", frozen)]
+pub(crate) struct Checkpoint {
+    store: Arc<dyn strata_io::Store>,
+    budget: ByteBudget,
+    /// Replaced when stock items are looked at; a read holds the one it began with.
+    checkpoint: Mutex<Arc<core::Checkpoint>>,
+}
+
+/// row, first element, lengths, address, destination strides, owner.
+type RawRead<'py> = (usize, Vec<u64>, Vec<u64>, usize, Vec<i64>, Bound<'py, PyAny>);
+
+impl Checkpoint {
+    fn now(&self) -> Arc<core::Checkpoint> {
+        self.checkpoint.lock().expect("never poisoned").clone()
+    }
+
+    /// Changes the checkpoint, of which readers that began before keep the old one.
+    fn change<T>(&self, change: impl FnOnce(&mut core::Checkpoint) -> T) -> T {
+        let mut checkpoint = self.checkpoint.lock().expect("never poisoned");
+        change(Arc::make_mut(&mut checkpoint))
+    }
+
+    fn item<'a>(checkpoint: &'a core::Checkpoint, row: usize) -> PyResult<&'a Item> {
+        let items = &checkpoint.manifest.items;
+        items.get(row).ok_or_else(|| PyValueError::new_err(format!("no row {row} of {}", items.len())))
+    }
+}
+
+#[pymethods]
+impl Checkpoint {
+    #[staticmethod]
+    #[pyo3(signature = (store, *, rank))]
+    fn open(py: Python<'_>, store: &Store, rank: Option<u32>) -> PyResult<Self> {
+        let (store, budget) = store.open()?;
+        let opened = store.clone();
+        let checkpoint = wait(py, async move { core::open(&*opened, rank).await })?;
+        Ok(Self { store, budget, checkpoint: Mutex::new(Arc::new(checkpoint)) })
+    }
+
+    #[getter]
+    fn is_stock(&self) -> bool {
+        self.now().source != Source::Strata
+    }
+
+    #[getter]
+    fn stock_metadata<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        match &self.now().source {
+            Source::Strata => None,
+            Source::Stock(bytes) => Some(PyBytes::new(py, bytes)),
+        }
+    }
+
+    #[getter]
+    fn save_id(&self) -> String {
+        self.now().manifest.save_id.clone()
+    }
+
+    #[getter]
+    fn number(&self) -> u64 {
+        self.now().manifest.number
+    }
+
+    #[getter]
+    fn world_size(&self) -> u32 {
+        self.now().manifest.world_size
+    }
+
+    #[getter]
+    fn warnings(&self) -> Vec<String> {
+        self.now().warnings.clone()
+    }
+
+    #[getter]
+    fn planner_data<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.now().manifest.planner_data)
+    }
+
+    fn entries<'py>(&self, py: Python<'py>) -> Vec<RawEntry<Bound<'py, PyBytes>>> {
+        let checkpoint = self.now();
+        let manifest = &checkpoint.manifest;
+        let mut chunks: HashMap<&[u8], Vec<&Item>> = HashMap::new();
+        for item in manifest.items.iter().filter(|item| item.offsets.is_some()) {
+            chunks.entry(&item.fqn).or_default().push(item);
+        }
+        let raw = |entry: &core::item::Entry| {
+            let mut chunks = chunks.remove(entry.fqn.as_slice()).unwrap_or_default();
+            chunks.sort_by_key(|item| item.index);
+            let offsets = chunks.iter().map(|item| item.offsets.clone().expect("filtered")).collect();
+            let sizes = chunks.iter().map(|item| item.shape.clone()).collect();
+            let fqn = PyBytes::new(py, &entry.fqn);
+            match entry.tensor.clone() {
+                None => (fqn, false, String::new(), vec![], None, false, false, 0, String::new(), vec![], vec![]),
+                Some(tensor) => {
+                    let TensorEntry { dtype, size, strides, requires_grad, pin_memory, memory_format, layout } = tensor;
+                    (fqn, true, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes)
+                }
+            }
+        };
+        manifest.entries.iter().map(raw).collect()
+    }
+
+    fn items<'py>(&self, py: Python<'py>) -> Vec<RawStockEntry<'py>> {
+        let checkpoint = self.now();
+        let manifest = &checkpoint.manifest;
+        let entry = |item: &Item| stock_to_py(py, StockEntry::of(item.clone(), &manifest.objects));
+        manifest.items.iter().map(entry).collect()
+    }
+
+    fn objects(&self) -> Vec<(String, u64)> {
+        self.now().manifest.objects.iter().map(|object| (object.name.clone(), object.size)).collect()
+    }
+
+    fn set_stock_entries(&self, items: Vec<(Vec<u8>, Option<Vec<u64>>, i64, String, u64, u64)>) -> PyResult<()> {
+        let entry = |(fqn, offsets, index, object, offset, length)| {
+            let index: i64 = index;
+            StockEntry { fqn, offsets, index: u32::try_from(index).ok(), object, offset, length }
+        };
+        let entries = items.into_iter().map(entry).collect();
+        self.change(|checkpoint| checkpoint.set_stock_entries(self.store.url(), entries)).map_err(to_py)
+    }
+
+    fn rows(&self, keys: Vec<(Vec<u8>, Option<Vec<u64>>)>) -> Vec<i64> {
+        let checkpoint = self.now();
+        let row = |(fqn, offsets): &(Vec<u8>, Option<Vec<u64>>)| checkpoint.row(fqn, offsets.as_deref());
+        keys.iter().map(|key| row(key).map_or(-1, |row| row as i64)).collect()
+    }
+
+    fn describe(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<Vec<(u32, String, Vec<u64>, Vec<u64>)>> {
+        let mut checkpoint = self.now();
+        for row in &rows {
+            Self::item(&checkpoint, *row)?;
+        }
+        if checkpoint.source != Source::Strata {
+            let (store, wanted, mut changed) = (self.store.clone(), rows.clone(), (*checkpoint).clone());
+            let changed = wait(py, async move {
+                stock::resolve(&*store, &mut changed, &wanted).await?;
+                Ok::<_, core::Error>(changed)
+            })?;
+            checkpoint = Arc::new(changed);
+            *self.checkpoint.lock().expect("never poisoned") = checkpoint.clone();
+        }
+        let describe = |row: usize| {
+            let item = &checkpoint.manifest.items[row];
+            (item.kind.code(), item.dtype.to_string(), item.shape.clone(), item.strides.clone())
+        };
+        Ok(rows.into_iter().map(describe).collect())
+    }
+
+    #[pyo3(signature = (tensors, blobs, *, verify))]
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        tensors: Vec<RawRead<'py>>,
+        blobs: Vec<usize>,
+        verify: &str,
+    ) -> PyResult<(Vec<Bound<'py, PyBytes>>, ReadStats)> {
+        let mode = match verify {
+            "inplace" => VerifyMode::InPlace,
+            "before" => VerifyMode::Before,
+            other => return Err(PyValueError::new_err(format!("verify is \"inplace\" or \"before\", not {other:?}"))),
+        };
+        let checkpoint = self.now();
+        for row in &blobs {
+            Self::item(&checkpoint, *row)?;
+        }
+        let tensors = lend_destinations(&checkpoint, tensors)?;
+        let (store, budget) = (self.store.clone(), self.budget.clone());
+        let (blobs, stats) =
+            wait(py, async move { core::read(store, &budget, checkpoint, tensors, &blobs, mode).await })?;
+        Ok((blobs.iter().map(|bytes| PyBytes::new(py, bytes)).collect(), stats.into()))
+    }
+
+    fn verify(&self, py: Python<'_>) -> PyResult<(ReadStats, Vec<String>)> {
+        let (store, checkpoint) = (self.store.clone(), self.now());
+        let (stats, problems) = wait(py, async move {
+            let mut checkpoint = (*checkpoint).clone();
+            let rows: Vec<usize> = (0..checkpoint.manifest.items.len()).collect();
+            if checkpoint.source != Source::Strata {
+                stock::resolve(&*store, &mut checkpoint, &rows).await?;
+            }
+            Ok::<_, core::Error>(core::verify(&*store, &checkpoint).await)
+        })?;
+        Ok((stats.into(), problems))
+    }
+}
+
+fn lend_destinations(checkpoint: &core::Checkpoint, raw: Vec<RawRead<'_>>) -> PyResult<Vec<TensorRead>> {
+    let mut owners = Owners::default();
+    let mut copies = Vec::with_capacity(raw.len());
+    for (row, first, lengths, address, strides, owner) in raw {
+        let item = Checkpoint::item(checkpoint, row)?;
+        let dims = item.shape.len();
+        let fits = |d: usize| first[d].checked_add(lengths[d]).is_some_and(|end| end <= item.shape[d]);
+        let shaped = first.len() == dims && lengths.len() == dims && strides.len() == dims;
+        let itemsize = container::dtype_bytes(&item.dtype).filter(|_| shaped && (0..dims).all(fits));
+        let Some(itemsize) = itemsize else {
+            let message = format!("the box {first:?} + {lengths:?} is not in {:?} of {:?}", item.shape, item.name());
+            return Err(PyValueError::new_err(message));
+        };
+        let region = Region {
+            source_strides: &item.strides,
+            first: &first,
+            lengths: &lengths,
+            destination_strides: &strides,
+        };
+        copies.push((row, address, StridedCopy::new(region, itemsize)));
+        owners.keep(owner);
+    }
+    let lease = owners.lease();
+    let lend = |(row, address, copy)| TensorRead { row, destination: destination(address, copy, &lease) };
+    Ok(copies.into_iter().map(lend).collect())
+}

@@ -1,0 +1,48 @@
+//! Rust's errors as the classes of torch_strata.errors.
+
+use pyo3::PyErr;
+
+mod classes {
+    #![allow(missing_docs)]
+    use pyo3::import_exception;
+    import_exception!(torch_strata.errors, ConfigError);
+    import_exception!(torch_strata.errors, StorageError);
+    import_exception!(torch_strata.errors, ObjectNotFoundError);
+    import_exception!(torch_strata.errors, StoragePermissionError);
+    import_exception!(torch_strata.errors, PreconditionError);
+    import_exception!(torch_strata.errors, CorruptionError);
+    import_exception!(torch_strata.errors, ChecksumError);
+    import_exception!(torch_strata.errors, ManifestError);
+    import_exception!(torch_strata.errors, CheckpointError);
+    import_exception!(torch_strata.errors, CheckpointNotFoundError);
+    import_exception!(torch_strata.errors, StaleGenerationError);
+}
+use classes::*;
+
+/// The exception for a checkpoint's or a store's error.
+pub(crate) fn to_py(error: strata_checkpoint::Error) -> PyErr {
+    use strata_checkpoint::Error;
+    let message = error.to_string();
+    match error {
+        Error::Io(error) => store_error(error),
+        Error::Checksum { .. } => ChecksumError::new_err(message),
+        Error::Manifest { .. } => ManifestError::new_err(message),
+        Error::NotFound { .. } => CheckpointNotFoundError::new_err(message),
+        Error::Superseded { .. } => PreconditionError::new_err(message),
+        Error::StaleGeneration { .. } => StaleGenerationError::new_err(message),
+        Error::Plan(_) | Error::Cancelled => CheckpointError::new_err(message),
+    }
+}
+
+fn store_error(error: strata_io::Error) -> PyErr {
+    use strata_io::Error;
+    let message = error.to_string();
+    match error {
+        Error::Config(_) => ConfigError::new_err(message),
+        Error::NotFound { .. } => ObjectNotFoundError::new_err(message),
+        Error::PermissionDenied { .. } => StoragePermissionError::new_err(message),
+        Error::AlreadyExists { .. } => PreconditionError::new_err(message),
+        Error::Mismatch { .. } => CorruptionError::new_err(message),
+        Error::Exhausted { .. } | Error::Io { .. } => StorageError::new_err(message),
+    }
+}

@@ -1,0 +1,22 @@
+//! `torch_strata._native`: converts arguments, lets go of the GIL, waits, converts the result.
+
+mod buffers;
+mod checkpoint;
+mod errors;
+mod runtime;
+mod save;
+mod store;
+
+use pyo3::prelude::*;
+
+/// The Rust core of torch_strata; the stub `_native.pyi` is its documentation.
+#[pymodule(gil_used = true)]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("TENSOR", strata_checkpoint::item::Kind::Tensor.code())?;
+    module.add("BYTES", strata_checkpoint::item::Kind::Bytes.code())?;
+    module.add("TORCH_SAVE", strata_checkpoint::item::Kind::TorchSave.code())?;
+    module.add_class::<store::Store>()?;
+    save::register(module)?;
+    checkpoint::register(module)
+}

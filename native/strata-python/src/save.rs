@@ -1,0 +1,229 @@
+//! Saving: `write_items`, `open_base`, `commit` and what they exchange.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use strata_checkpoint::item::{Entry, Kind, TensorEntry};
+use strata_checkpoint::{self as core, Commit, PromisedEntry, RankRecord, SaveItem, StockEntry};
+
+use crate::buffers::{Owners, lend_memory};
+use crate::errors::to_py;
+use crate::runtime::wait;
+use crate::store::Store;
+
+/// Adds this file's functions and classes.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Base>()?;
+    module.add_class::<CommitStats>()?;
+    module.add_function(wrap_pyfunction!(open_base, module)?)?;
+    module.add_function(wrap_pyfunction!(claim_generation, module)?)?;
+    module.add_function(wrap_pyfunction!(write_items, module)?)?;
+    module.add_function(wrap_pyfunction!(record_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(stock_entries, module)?)?;
+    module.add_function(wrap_pyfunction!(commit, module)?)
+}
+
+/// What was at a place before a save.
+#[pyclass(module = "torch_strata._native", frozen)]
+pub(crate) struct Base {
+    base: Arc<core::Base>,
+}
+
+#[pymethods]
+impl Base {
+    #[getter]
+    fn exists(&self) -> bool {
+        self.base.exists()
+    }
+
+    #[getter]
+    fn number(&self) -> u64 {
+        self.base.number
+    }
+
+    #[getter]
+    fn save_id(&self) -> &str {
+        self.base.manifest.as_ref().map_or("", |manifest| &manifest.save_id)
+    }
+
+    #[getter]
+    fn foreign_metadata<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        self.base.foreign_metadata.as_ref().map(|bytes| PyBytes::new(py, bytes))
+    }
+
+    #[getter]
+    fn stale_metadata(&self) -> bool {
+        self.base.stale_metadata
+    }
+}
+
+#[pyfunction]
+#[pyo3(signature = (store, *, rank))]
+fn open_base(py: Python<'_>, store: &Store, rank: Option<u32>) -> PyResult<Base> {
+    let (store, _) = store.open()?;
+    let base = wait(py, async move { core::open_base(&*store, rank).await })?;
+    Ok(Base { base: Arc::new(base) })
+}
+
+#[pyfunction]
+#[pyo3(signature = (run_root, *, owner))]
+fn claim_generation(py: Python<'_>, run_root: &Store, owner: String) -> PyResult<u64> {
+    let (store, _) = run_root.open()?;
+    wait(py, async move { core::claim_generation(&*store, &owner).await })
+}
+
+/// fqn, offsets, index, kind, address, bytes, dtype, shape, strides, owner.
+type RawItem<'py> = (
+    Vec<u8>,
+    Option<Vec<u64>>,
+    i64,
+    u32,
+    usize,
+    usize,
+    String,
+    Vec<u64>,
+    Vec<u64>,
+    Bound<'py, PyAny>,
+);
+
+#[pyfunction]
+#[pyo3(signature = (store, items, *, rank, save_id))]
+fn write_items<'py>(
+    py: Python<'py>,
+    store: &Store,
+    items: Vec<RawItem<'py>>,
+    rank: u32,
+    save_id: String,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let (store, budget) = store.open()?;
+    let items = lend_items(items)?;
+    let record = wait(py, async move { core::write_items(&*store, &budget, items, rank, &save_id).await })?;
+    Ok(PyBytes::new(py, &record.encode()))
+}
+
+fn lend_items(raw: Vec<RawItem<'_>>) -> PyResult<Vec<SaveItem>> {
+    let mut owners = Owners::default();
+    let mut placed = Vec::with_capacity(raw.len());
+    for (fqn, offsets, index, kind, address, bytes, dtype, shape, strides, owner) in raw {
+        let kind = kind_of(kind)?;
+        let (address, bytes) = match kind {
+            Kind::Tensor => {
+                owners.keep(owner);
+                (address, bytes)
+            }
+            Kind::Bytes | Kind::TorchSave => owners.keep_buffer(&owner)?,
+        };
+        let index = u32::try_from(index).ok();
+        placed.push((fqn, offsets, index, kind, address, bytes, dtype, shape, strides));
+    }
+    let lease = owners.lease();
+    let lend = |(fqn, offsets, index, kind, address, bytes, dtype, shape, strides): (_, _, _, _, _, _, String, _, _)| {
+        let payload = lend_memory(address, bytes, &lease);
+        SaveItem { fqn, offsets, index, kind, dtype: Arc::from(dtype), shape, strides, payload }
+    };
+    Ok(placed.into_iter().map(lend).collect())
+}
+
+fn kind_of(code: u32) -> PyResult<Kind> {
+    Kind::from_code(code).ok_or_else(|| PyValueError::new_err(format!("no kind {code}")))
+}
+
+#[pyfunction]
+fn record_bytes(record: &[u8]) -> PyResult<u64> {
+    let record = RankRecord::decode(record).map_err(to_py)?;
+    Ok(record.objects.iter().map(|object| object.size).sum())
+}
+
+/// fqn, offsets, index, object, offset, length.
+pub(crate) type RawStockEntry<'py> = (Bound<'py, PyBytes>, Option<Vec<u64>>, i64, String, u64, u64);
+
+/// Python's view of a stock entry.
+pub(crate) fn stock_to_py(py: Python<'_>, entry: StockEntry) -> RawStockEntry<'_> {
+    let index = entry.index.map_or(-1, i64::from);
+    (PyBytes::new(py, &entry.fqn), entry.offsets, index, entry.object, entry.offset, entry.length)
+}
+
+#[pyfunction]
+fn stock_entries<'py>(py: Python<'py>, records: Vec<Vec<u8>>) -> PyResult<Vec<RawStockEntry<'py>>> {
+    let entries = core::stock_entries(&records).map_err(to_py)?;
+    Ok(entries.into_iter().map(|entry| stock_to_py(py, entry)).collect())
+}
+
+/// fqn, is_tensor, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes.
+pub(crate) type RawEntry<F> = (
+    F,
+    bool,
+    String,
+    Vec<u64>,
+    Option<Vec<i64>>,
+    bool,
+    bool,
+    u32,
+    String,
+    Vec<Vec<u64>>,
+    Vec<Vec<u64>>,
+);
+
+fn promised(raw: RawEntry<Vec<u8>>) -> PromisedEntry {
+    let (fqn, is_tensor, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes) = raw;
+    let tensor = TensorEntry { dtype, size, strides, requires_grad, pin_memory, memory_format, layout };
+    let tensor = is_tensor.then_some(tensor);
+    PromisedEntry { entry: Entry { fqn, tensor }, chunks: offsets.into_iter().zip(sizes).collect() }
+}
+
+/// What a commit did.
+#[pyclass(module = "torch_strata._native", frozen, get_all)]
+pub(crate) struct CommitStats {
+    number: u64,
+    fenced: bool,
+    num_objects: u64,
+    num_items: u64,
+    payload_bytes: u64,
+    collected: u64,
+    warnings: Vec<String>,
+}
+
+#[pyfunction]
+#[pyo3(signature = (store, base, records, entries, *, planner_data, stock_metadata, save_id, previous_save_id, rank,
+                    world_size, generation, run_root))]
+#[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+fn commit(
+    py: Python<'_>,
+    store: &Store,
+    base: &Base,
+    records: Vec<Vec<u8>>,
+    entries: Vec<RawEntry<Vec<u8>>>,
+    planner_data: Vec<u8>,
+    stock_metadata: Vec<u8>,
+    save_id: String,
+    previous_save_id: String,
+    rank: Option<u32>,
+    world_size: u32,
+    generation: u64,
+    run_root: Option<&Store>,
+) -> PyResult<CommitStats> {
+    let (store, _) = store.open()?;
+    let run_root = run_root.map(Store::open).transpose()?;
+    let base = base.base.clone();
+    let stats = wait(py, async move {
+        let records = records.iter().map(|record| RankRecord::decode(record)).collect::<core::Result<_>>()?;
+        let job = Commit {
+            records,
+            entries: entries.into_iter().map(promised).collect(),
+            planner_data,
+            stock_metadata: Bytes::from(stock_metadata),
+            save_id,
+            previous_save_id,
+            rank,
+            world_size,
+            generation,
+            run_root: run_root.as_ref().map(|(store, _)| &**store),
+        };
+        core::commit(&*store, &base, job).await
+    })?;
+    let core::CommitStats { number, fenced, num_objects, num_items, payload_bytes, collected, warnings } = stats;
+    Ok(CommitStats { number, fenced, num_objects, num_items, payload_bytes, collected, warnings })
+}

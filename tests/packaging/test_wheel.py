@@ -1,0 +1,50 @@
+"""The wheel holds the package and nothing else, and works where only the wheel is."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support import REPOSITORY, run_python
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "maturin", "build", "--quiet", "--release", "--strip", "--out", folder],
+        cwd=REPOSITORY,
+        check=True,
+        timeout=800,
+    )
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_one_wheel_serves_every_python_from_3_11(wheel: Path) -> None:
+    assert "-cp311-abi3-" in wheel.name
+
+
+def test_the_wheel_holds_the_package_its_types_and_its_licences(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "torch_strata").rglob("*.py")}
+    assert sources <= set(names)
+    assert {"torch_strata/py.typed", "torch_strata/_native.pyi", "torch_strata/_native.abi3.so"} <= set(names)
+    assert {name.rpartition("/")[2] for name in names if "/licenses/" in name} == {"LICENSE-APACHE", "LICENSE-MIT"}
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"torch_strata"}
+
+
+def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    # The unpacked wheel stands before the checkout that the development install put on the path.
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import torch_strata, torch_strata._native\n"
+        "from torch_strata import StrataReader, StrataWriter\n"
+        "print(torch_strata._native.__file__)"
+    )
+    assert run_python(code, str(tmp_path), cwd=tmp_path).strip() == str(tmp_path / "torch_strata/_native.abi3.so")

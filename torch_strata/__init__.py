@@ -1,0 +1,86 @@
+"""Checkpoints for PyTorch Distributed Checkpoint through a Rust core.
+
+Importing this package starts nothing and imports no torch; names are loaded when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_strata.checkpoint.planner import StrataLoadPlanner
+    from torch_strata.checkpoint.reader import ReadStats, StrataReader
+    from torch_strata.checkpoint.verify import VerifyReport, verify
+    from torch_strata.checkpoint.writer import SaveStats, StrataWriter
+    from torch_strata.config import StorageConfig
+    from torch_strata.errors import (
+        CheckpointError,
+        CheckpointExistsError,
+        CheckpointNotFoundError,
+        ChecksumError,
+        ConfigError,
+        CoordinationError,
+        CoordinatorTimeoutError,
+        CorruptionError,
+        ForkedProcessError,
+        LayoutMismatchError,
+        ManifestError,
+        NotEnoughMembersError,
+        ObjectNotFoundError,
+        PreconditionError,
+        StaleGenerationError,
+        StorageError,
+        StoragePermissionError,
+        StrataError,
+    )
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "ChecksumError",
+    "ConfigError",
+    "CoordinationError",
+    "CoordinatorTimeoutError",
+    "CorruptionError",
+    "ForkedProcessError",
+    "LayoutMismatchError",
+    "ManifestError",
+    "NotEnoughMembersError",
+    "ObjectNotFoundError",
+    "PreconditionError",
+    "ReadStats",
+    "SaveStats",
+    "StaleGenerationError",
+    "StorageConfig",
+    "StorageError",
+    "StoragePermissionError",
+    "StrataError",
+    "StrataLoadPlanner",
+    "StrataReader",
+    "StrataWriter",
+    "VerifyReport",
+    "verify",
+]
+
+_HOMES = {
+    "ReadStats": "checkpoint.reader",
+    "SaveStats": "checkpoint.writer",
+    "StorageConfig": "config",
+    "StrataLoadPlanner": "checkpoint.planner",
+    "StrataReader": "checkpoint.reader",
+    "StrataWriter": "checkpoint.writer",
+    "VerifyReport": "checkpoint.verify",
+    "verify": "checkpoint.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,221 @@
+"""The Rust core. Every call lets go of the GIL while it works and answers Ctrl-C within 50 ms.
+
+Names: an *object* is one stored file or key, relative to the store's root. An *item* is one tensor chunk or one
+pickled value inside an object. A *row* is an item's position in the open checkpoint. `fqn` travels as bytes
+(UTF-8 with ``surrogatepass``). Shapes, strides and offsets are in elements; everything named bytes is in bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+__version__: str
+
+# Kinds of an item: a raw tensor that Rust frames; verbatim bytes of a BYTE_IO item; a tensor framed by torch.save.
+TENSOR: int
+BYTES: int
+TORCH_SAVE: int
+
+class Store:
+    """A place named by a URL. Opens nothing before its first use in a process, also after a fork.
+
+    Raises:
+        ConfigError: If the URL's scheme, an option or a limit is unknown or out of range.
+    """
+
+    def __new__(
+        cls,
+        url: str,
+        options: dict[str, str],
+        *,
+        max_in_flight_bytes: int,
+        max_concurrency: int,
+        part_bytes: int,
+        fsync: bool,
+        direct_io: bool,
+        max_tries: int,
+        deadline_s: float,
+    ) -> Store: ...
+    @property
+    def url(self) -> str: ...
+    def read(self, name: str) -> bytes: ...
+    def put(self, name: str, data: bytes) -> None: ...
+    def list(self, prefix: str) -> list[tuple[str, int]]: ...
+    def delete(self, name: str) -> None: ...
+
+class Base:
+    """What was at the place before a save: taken by the planning rank at its start, needed for the commit."""
+
+    @property
+    def exists(self) -> bool:
+        """Whether a committed checkpoint, ours or stock's, is there."""
+    @property
+    def number(self) -> int:
+        """Number of the newest manifest, 0 if there is none."""
+    @property
+    def save_id(self) -> str:
+        """Of the newest manifest, "" if there is none."""
+    @property
+    def foreign_metadata(self) -> bytes | None:
+        """A `.metadata` that our manifest does not know (stock saved here), to be unpickled by the caller."""
+    @property
+    def stale_metadata(self) -> bool:
+        """Whether `.metadata` is still that of the manifest's predecessor: a save ended between the two writes."""
+
+def open_base(store: Store, *, rank: int | None) -> Base:
+    """Look at a place before saving to it. `rank`: for a save without collectives, else None."""
+
+def claim_generation(run_root: Store, *, owner: str) -> int:
+    """Take the next generation of a run root (create-only numbered record). `owner`: this process's nonce."""
+
+def write_items(
+    store: Store,
+    items: Sequence[
+        tuple[
+            bytes,  # fqn
+            tuple[int, ...] | None,  # offsets of the chunk; None for BYTES
+            int,  # index hint, -1 if none
+            int,  # kind
+            int,  # address of the first element (TENSOR), else 0
+            int,  # payload bytes (TENSOR), else 0
+            str,  # dtype ("float32"), "" for BYTES
+            tuple[int, ...],  # shape of what is stored
+            tuple[int, ...],  # strides of what is stored; dense in some order
+            Any,  # what keeps the memory alive (TENSOR), else a contiguous buffer with the bytes
+        ]
+    ],
+    *,
+    rank: int,
+    save_id: str,
+) -> bytes:
+    """Write one rank's items into new objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
+
+    Items with the same memory, dtype and geometry are written once. Returns the rank's record (opaque), which
+    the planning rank hands to `commit`. On any failure nothing of this save stays.
+    """
+
+def record_bytes(record: bytes) -> int:
+    """Bytes that this rank wrote."""
+
+def stock_entries(
+    records: Sequence[bytes],
+) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]:
+    """`(fqn, offsets, index, object, offset, length)` of every item, for `.metadata`'s storage_data."""
+
+# One entry of state_dict_metadata:
+# (fqn, is_tensor, dtype, size, strides or None, requires_grad, pin_memory, memory_format (the encoding's number),
+#  layout ("strided"), [chunk offsets], [chunk sizes]); only fqn and is_tensor=False matter for a pickled value.
+TensorEntry = tuple[
+    bytes,
+    bool,
+    str,
+    tuple[int, ...],
+    tuple[int, ...] | None,
+    bool,
+    bool,
+    int,
+    str,
+    list[tuple[int, ...]],
+    list[tuple[int, ...]],
+]
+
+class CommitStats:
+    number: int
+    fenced: bool
+    num_objects: int
+    num_items: int
+    payload_bytes: int
+    collected: int
+    warnings: list[str]
+
+def commit(
+    store: Store,
+    base: Base,
+    records: Sequence[bytes],
+    entries: Sequence[TensorEntry],
+    *,
+    planner_data: bytes,
+    stock_metadata: bytes,
+    save_id: str,
+    previous_save_id: str,
+    rank: int | None,
+    world_size: int,
+    generation: int,
+    run_root: Store | None,
+) -> CommitStats:
+    """Check every object from here, publish the manifest, then `.metadata`, then collect what is superseded.
+
+    `planner_data`: opaque to Rust (first byte says the encoding). `previous_save_id`: of the `.metadata` that is there
+    now, "" if none. `generation`: 0 without a run root.
+
+    Raises:
+        CheckpointError: If an item that `entries` promises is in no record, or twice.
+        ObjectNotFoundError, CorruptionError: If an object is not visible here, or has another size.
+        PreconditionError: If somebody else committed here meanwhile.
+        StaleGenerationError: If a newer run has claimed the run root.
+    """
+
+class ReadStats:
+    requests: int
+    bytes_read: int
+    blocks_verified: int
+    unverified_bytes: int
+
+class Checkpoint:
+    """A checkpoint that is open for reading."""
+
+    @staticmethod
+    def open(store: Store, *, rank: int | None) -> Checkpoint:
+        """The newest committed state at the place. `rank`: look at that rank's own manifest (saves without collectives).
+
+        Raises:
+            CheckpointNotFoundError: If there is neither a manifest nor a `.metadata`.
+            ManifestError: If the manifest is damaged, hostile, or needs a newer reader.
+        """
+    @property
+    def is_stock(self) -> bool:
+        """Whether `.metadata` is the truth here: there is no manifest, or stock saved over it."""
+    @property
+    def stock_metadata(self) -> bytes | None:
+        """`.metadata` of a stock checkpoint, to be unpickled by the caller; then call `set_stock_entries`."""
+    @property
+    def save_id(self) -> str: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def warnings(self) -> list[str]: ...
+    @property
+    def planner_data(self) -> bytes: ...
+    def entries(self) -> list[TensorEntry]: ...
+    def items(self) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]: ...
+    def objects(self) -> list[tuple[str, int]]: ...
+    def set_stock_entries(self, items: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]) -> None: ...
+    def rows(self, keys: Sequence[tuple[bytes, tuple[int, ...] | None]]) -> list[int]:
+        """Row of each `(fqn, offsets)`; -1 where nothing is stored under that key."""
+    def describe(self, rows: Sequence[int]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
+        """`(kind, dtype, shape, strides)` as really stored. For stock items their heads and tails are read first;
+        a stock item that is not one plain tensor is reported as TORCH_SAVE (or BYTES as its metadata says)."""
+    def read(
+        self,
+        tensors: Sequence[
+            tuple[
+                int,  # row
+                tuple[int, ...],  # first element, in the stored chunk's coordinates
+                tuple[int, ...],  # lengths
+                int,  # address of the destination's first element
+                tuple[int, ...],  # strides of the destination
+                Any,  # what keeps the destination alive
+            ]
+        ],
+        blobs: Sequence[int],
+        *,
+        verify: str,  # "inplace" or "before"
+    ) -> tuple[list[bytes], ReadStats]:
+        """Read regions of TENSOR rows into memory, and BYTES or TORCH_SAVE rows whole.
+
+        Every block that is touched is verified. After a CorruptionError the destinations are undefined,
+        unless `verify="before"`.
+        """
+    def verify(self) -> tuple[ReadStats, list[str]]:
+        """Read and check everything; the second value names each damage. Memory stays within the store's budget."""

@@ -1,0 +1,106 @@
+"""From DCP's WriteItems to what the Rust core writes: an address where memory can be lent, bytes where not."""
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from torch_strata import _native
+from torch_strata.checkpoint._metadata import dtype_name, encode_fqn
+from torch_strata.checkpoint._tensors import contiguous_strides, is_dense, is_plain, settled
+from torch_strata.errors import CheckpointError
+
+__all__ = ["NativeItem", "resolve_items"]
+
+# As `_native.write_items` takes them: fqn, offsets, index, kind, address, bytes, dtype, shape, strides, keeper.
+NativeItem = tuple[bytes, tuple[int, ...] | None, int, int, int, int, str, tuple[int, ...], tuple[int, ...], Any]
+
+
+def resolve_items(items: Iterable[WriteItem], planner: SavePlanner) -> list[NativeItem]:
+    """Look up every value before anything is written, so that one that cannot be stored leaves no trace.
+
+    Raises:
+        CheckpointError: If a value cannot be stored, naming it.
+    """
+    resolved = []
+    for item in items:
+        fqn = item.index.fqn
+        try:
+            data = planner.resolve_data(item)
+            resolved.append(_bytes_item(item, data) if item.type is WriteItemType.BYTE_IO else _tensor_item(item, data))
+        except CheckpointError:
+            raise
+        # Whatever a planner or a value's own __reduce__ raises becomes ours: it has to be picklable to reach the
+        # other ranks, or they wait for ever.
+        except Exception as error:
+            raise CheckpointError(f"cannot store {fqn!r}: {type(error).__name__}: {error}") from error
+    return resolved
+
+
+def _bytes_item(item: WriteItem, data: Any) -> NativeItem:
+    if not isinstance(data, io.BytesIO):
+        raise CheckpointError(f"cannot store {item.index.fqn!r}: its planner gave a {type(data).__name__}, not BytesIO")
+    return (encode_fqn(item.index.fqn), None, _index(item), _native.BYTES, 0, 0, "", (), (), data.getbuffer())
+
+
+def _tensor_item(item: WriteItem, data: Any) -> NativeItem:
+    fqn, planned = item.index.fqn, item.tensor_data
+    if not isinstance(data, torch.Tensor):
+        raise CheckpointError(f"cannot store {fqn!r}: its planner gave a {type(data).__name__}, not a tensor")
+    tensor = settled(data)
+    if tensor.is_meta:
+        raise CheckpointError(f"cannot store {fqn!r}: a tensor on the meta device has no values")
+    if planned is not None:
+        _check_plan(fqn, tensor, planned.chunk.sizes, planned.properties.dtype)
+    offsets = None if item.index.offset is None else tuple(item.index.offset)
+    head = (encode_fqn(fqn), offsets, _index(item))
+    shape = tuple(tensor.shape)
+    if not is_plain(tensor) or (tensor.numel() and tensor.data_ptr() == 0 and not _holds_storage(fqn, tensor)):
+        framed = _framed(tensor)
+        return (*head, _native.TORCH_SAVE, 0, 0, dtype_name(tensor.dtype), shape, (), framed)
+    lent = _lendable(tensor)
+    strides = tuple(lent.stride()) if lent.numel() else contiguous_strides(shape)
+    if lent.is_contiguous():
+        strides = contiguous_strides(shape)
+    address = lent.data_ptr() if lent.numel() else 0
+    return (*head, _native.TENSOR, address, lent.nbytes, dtype_name(lent.dtype), shape, strides, lent)
+
+
+def _check_plan(fqn: str, tensor: torch.Tensor, sizes: torch.Size, dtype: torch.dtype) -> None:
+    # A cached plan ignores dtypes, so what it promises may no longer be what the state holds.
+    if tensor.shape != sizes or tensor.dtype != dtype:
+        raise CheckpointError(
+            f"cannot store {fqn!r}: the plan says {dtype} {tuple(sizes)}, the state holds "
+            f"{tensor.dtype} {tuple(tensor.shape)}; a planner with enable_plan_caching does not notice such a change"
+        )
+
+
+def _holds_storage(fqn: str, tensor: torch.Tensor) -> bool:
+    """False for a plain tensor without accessible memory.
+
+    Raises:
+        CheckpointError: If its storage was freed (as FSDP does with a gathered parameter).
+    """
+    if tensor.untyped_storage().nbytes() == 0:
+        raise CheckpointError(f"cannot store {fqn!r}: its storage was freed, {tensor.nbytes} bytes are missing")
+    return False
+
+
+def _lendable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where its memory can be written as it lies, else a dense copy on the CPU."""
+    tensor = tensor.cpu().resolve_conj().resolve_neg()
+    if is_dense(tuple(tensor.shape), tuple(tensor.stride())):
+        return tensor
+    return tensor.contiguous()
+
+
+def _framed(tensor: torch.Tensor) -> memoryview:
+    buffer = io.BytesIO()
+    torch.save(tensor.cpu(), buffer)
+    return buffer.getbuffer()
+
+
+def _index(item: WriteItem) -> int:
+    return -1 if item.index.index is None else item.index.index

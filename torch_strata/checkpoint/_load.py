@@ -1,0 +1,319 @@
+"""One rank's part of a load: everything is resolved and compared before the first byte of a destination changes."""
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from torch_strata import _native
+from torch_strata.checkpoint._metadata import dtype_of, encode_fqn
+from torch_strata.checkpoint._opened import Opened
+from torch_strata.checkpoint._payload import Trusted, load_tensor, load_value
+from torch_strata.checkpoint._tensors import is_plain, overlaps_itself, settled
+from torch_strata.checkpoint.planner import StrataLoadPlanner
+from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError, StrataError
+
+__all__ = ["LoadSettings", "ReadStats", "load_plan"]
+
+# These would only call torch.load on the payload again: the value that was loaded safely takes its place.
+_KNOWN_LOAD_BYTES = (DefaultLoadPlanner.load_bytes, StrataLoadPlanner.load_bytes)
+
+_Region = tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """What the caller of a load decided."""
+
+    verify: str
+    allow_dtype_cast: bool
+    trusted: Sequence[Trusted]
+    budget_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadStats:
+    """What one load read on this rank.
+
+    Attributes:
+        bytes_read: Bytes that came from the store.
+        blocks_verified: Blocks whose digest was compared.
+        unverified_bytes: Bytes without a digest to compare: parts of stock items.
+        requests: Reads sent to the store.
+        seconds: Time from plan to the last committed tensor, in seconds.
+    """
+
+    bytes_read: int = 0
+    blocks_verified: int = 0
+    unverified_bytes: int = 0
+    requests: int = 0
+    seconds: float = 0.0
+
+    def plus(self, more: _native.ReadStats) -> "ReadStats":
+        """The sum of both."""
+        return ReadStats(
+            bytes_read=self.bytes_read + more.bytes_read,
+            blocks_verified=self.blocks_verified + more.blocks_verified,
+            unverified_bytes=self.unverified_bytes + more.unverified_bytes,
+            requests=self.requests + more.requests,
+        )
+
+
+@dataclass
+class _Part:
+    """One ReadItem on its way: where it is stored and where it goes."""
+
+    item: ReadItem
+    row: int
+    kind: int
+    dtype: str
+    shape: tuple[int, ...]
+    transforms: tuple[str, ...]
+    target: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    value: Any = None
+
+    @property
+    def fqn(self) -> str:
+        return self.item.storage_index.fqn
+
+    @property
+    def is_blob(self) -> bool:
+        return self.item.type is LoadItemType.BYTE_IO or self.kind == _native.TORCH_SAVE or bool(self.transforms)
+
+
+def load_plan(opened: Opened, plan: LoadPlan, planner: LoadPlanner, settings: LoadSettings) -> ReadStats:
+    """Read every item of `plan` into `planner`'s state.
+
+    Raises:
+        LayoutMismatchError: If a destination has another dtype, shape or kind; nothing has been changed then.
+        CheckpointError: If a value needs a class that is not trusted; nothing has been changed then.
+        CorruptionError: If stored bytes are damaged; the destinations named are undefined unless ``verify="before"``.
+        ObjectNotFoundError: If an object is missing.
+    """
+    parts = _locate(opened, plan.items)
+    values = [part for part in parts if part.item.type is LoadItemType.BYTE_IO]
+    tensors = [part for part in parts if part.item.type is not LoadItemType.BYTE_IO]
+    for part in values:
+        _check_value(opened, part, planner)
+    for part in tensors:
+        _resolve(opened, part, planner, settings)
+    stats = _read_blobs(opened, parts, settings)
+    framed = [part for part in tensors if part.is_blob]
+    stats = _read_regions(opened, [part for part in tensors if not part.is_blob], settings, stats)
+    for part in framed:
+        _copy(part.target, part.value)
+    for part in tensors:
+        _guarded(part, lambda part=part: planner.commit_tensor(part.item, part.target))
+    for part in values:
+        _guarded(part, lambda part=part: _set_value(planner, part))
+    return stats
+
+
+def _locate(opened: Opened, items: Sequence[ReadItem]) -> list[_Part]:
+    keys = [_key(item) for item in items]
+    rows = opened.native.rows(keys)
+    for row, (fqn, offsets) in zip(rows, keys, strict=True):
+        if row < 0:
+            at = "" if offsets is None else f" at {offsets}"
+            raise CorruptionError(f"{opened.where}: no object holds {fqn.decode('utf-8', 'replace')!r}{at}")
+    described = opened.native.describe(rows)
+    return [
+        _Part(item, row, kind, dtype, shape, opened.transforms.get(key, ()))
+        for item, key, row, (kind, dtype, shape, _) in zip(items, keys, rows, described, strict=True)
+    ]
+
+
+def _key(item: ReadItem) -> tuple[bytes, tuple[int, ...] | None]:
+    index = item.storage_index
+    return encode_fqn(index.fqn), None if index.offset is None else tuple(index.offset)
+
+
+def _check_value(opened: Opened, part: _Part, planner: LoadPlanner) -> None:
+    """A value replaces its destination unseen; DCP's own planners let us look at it before."""
+    if part.kind != _native.BYTES and not part.transforms:
+        raise CorruptionError(f"{opened.where}: {part.fqn!r}: the index says a pickled value, a tensor is stored")
+    if isinstance(planner, DefaultLoadPlanner):
+        template = planner.state_dict.get(part.item.dest_index.fqn)
+        if isinstance(template, torch.Tensor):
+            raise LayoutMismatchError(
+                f"{opened.where}: {part.fqn!r} is stored as a pickled value, the state to load into holds a tensor "
+                f"of {template.dtype} {tuple(template.shape)}"
+            )
+
+
+def _resolve(opened: Opened, part: _Part, planner: LoadPlanner, settings: LoadSettings) -> None:
+    item, name = part.item, f"{opened.where}: {part.fqn!r}"
+    found = _guarded(part, lambda: planner.resolve_tensor(item))
+    if not isinstance(found, torch.Tensor):
+        raise LayoutMismatchError(f"{name} is a tensor, the state to load into holds a {type(found).__name__}")
+    part.target = settled(found)
+    lengths = tuple(item.lengths)
+    if tuple(part.target.shape) != lengths:
+        raise LayoutMismatchError(f"{name}: {lengths} were planned, the destination is {tuple(part.target.shape)}")
+    if part.target.is_meta:
+        raise LayoutMismatchError(f"{name}: the destination is on the meta device and has no memory")
+    if part.target.layout is torch.strided and overlaps_itself(lengths, tuple(part.target.stride())):
+        raise LayoutMismatchError(
+            f"{name}: the destination's elements share memory (an expanded view, strides {tuple(part.target.stride())})"
+        )
+    if part.kind == _native.BYTES and not part.is_blob:
+        raise CorruptionError(f"{name}: the index says a tensor, a pickled value is stored")
+    if part.is_blob:
+        return
+    _check_dtype(name, dtype_of(part.dtype), part.target.dtype, settings)
+    _check_region(name, part.shape, item)
+
+
+def _check_dtype(name: str, stored: torch.dtype, wanted: torch.dtype, settings: LoadSettings) -> None:
+    if stored != wanted and not settings.allow_dtype_cast:
+        raise LayoutMismatchError(
+            f"{name}: stored dtype {stored}, destination dtype {wanted}; pass allow_dtype_cast=True to convert"
+        )
+
+
+def _check_region(name: str, shape: tuple[int, ...], item: ReadItem) -> None:
+    first, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    inside = len(first) == len(lengths) == len(shape) and all(
+        f >= 0 and n >= 0 and f + n <= s for f, n, s in zip(first, lengths, shape, strict=True)
+    )
+    if not inside:
+        raise CorruptionError(f"{name}: {lengths} at {first} do not lie in the stored {shape}")
+
+
+def _read_blobs(opened: Opened, parts: Iterable[_Part], settings: LoadSettings) -> ReadStats:
+    """Read and load what is pickled, before any tensor's destination changes."""
+    blobs = [part for part in parts if part.is_blob]
+    if not blobs:
+        return ReadStats()
+    rows = list(dict.fromkeys(part.row for part in blobs))
+    payloads, stats = opened.native.read([], rows, verify=settings.verify)
+    data_of = dict(zip(rows, payloads, strict=True))
+    for part in blobs:
+        part.value = _load_blob(opened, part, data_of[part.row], settings)
+    return ReadStats().plus(stats)
+
+
+def _load_blob(opened: Opened, part: _Part, data: bytes, settings: LoadSettings) -> Any:
+    if part.transforms:
+        data = _undo_transforms(opened, part, data)
+    where, trusted = opened.where, settings.trusted
+    if part.item.type is LoadItemType.BYTE_IO:
+        return data, load_value(data, fqn=part.fqn, where=where, trusted=trusted)
+    name = f"{where}: {part.fqn!r}"
+    tensor = load_tensor(data, fqn=part.fqn, where=where, trusted=trusted)
+    _check_dtype(name, tensor.dtype, part.target.dtype, settings)
+    _check_region(name, tuple(tensor.shape), part.item)
+    return narrow_tensor_by_index(tensor, part.item.storage_offsets, part.item.lengths)
+
+
+def _undo_transforms(opened: Opened, part: _Part, data: bytes) -> bytes:
+    try:
+        stream = _StorageReaderTransforms().transform_load_stream(part.item, part.transforms, io.BytesIO(data))
+        return stream.read(-1)
+    except Exception as error:
+        names = ", ".join(part.transforms)
+        raise CheckpointError(f"{opened.where}: cannot undo {names} of {part.fqn!r}: {error}") from error
+
+
+def _read_regions(opened: Opened, parts: Sequence[_Part], settings: LoadSettings, stats: ReadStats) -> ReadStats:
+    """Read straight into every destination that lets us, through kept-small temporaries into the others."""
+    direct: list[_Region] = []
+    bounced: list[_Part] = []
+    seen: dict[Any, Any] = {}
+    for part in parts:
+        if not part.target.numel():
+            continue
+        place, source = _place(part.target), (part.row, tuple(part.item.storage_offsets))
+        if not _takes_bytes(part) or seen.get(place, source) != source:
+            bounced.append(part)
+        elif place not in seen:
+            seen[place] = source
+            direct.append(_region(part, part.target))
+    if direct:
+        _, more = opened.native.read(direct, [], verify=settings.verify)
+        stats = stats.plus(more)
+        _bump_versions(region[-1] for region in direct)
+    for batch in _batches(bounced, settings.budget_bytes):
+        temporaries = [torch.empty(tuple(p.item.lengths), dtype=dtype_of(p.dtype)) for p in batch]
+        regions = [_region(part, temporary) for part, temporary in zip(batch, temporaries, strict=True)]
+        _, more = opened.native.read(regions, [], verify=settings.verify)
+        stats = stats.plus(more)
+        for part, temporary in zip(batch, temporaries, strict=True):
+            _copy(part.target, temporary)
+    return stats
+
+
+def _place(target: torch.Tensor) -> Any:
+    # Tied destinations are read once; two different tensors into one place are copied in the plan's order.
+    return (target.data_ptr(), tuple(target.shape), tuple(target.stride())) if is_plain(target) else id(target)
+
+
+def _takes_bytes(part: _Part) -> bool:
+    target = part.target
+    return (
+        is_plain(target)
+        and target.device.type == "cpu"
+        and target.dtype == dtype_of(part.dtype)
+        and not target.is_conj()
+        and not target.is_neg()
+        and target.data_ptr() != 0
+    )
+
+
+def _region(part: _Part, memory: torch.Tensor) -> _Region:
+    item = part.item
+    first, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    return (part.row, first, lengths, memory.data_ptr(), tuple(memory.stride()), memory)
+
+
+def _batches(parts: Sequence[_Part], budget_bytes: int) -> Iterable[list[_Part]]:
+    batch: list[_Part] = []
+    held = 0
+    for part in parts:
+        size = part.target.numel() * dtype_of(part.dtype).itemsize
+        if batch and held + size > budget_bytes:
+            yield batch
+            batch, held = [], 0
+        batch.append(part)
+        held += size
+    if batch:
+        yield batch
+
+
+def _bump_versions(tensors: Iterable[torch.Tensor]) -> None:
+    # Autograd learns that the memory changed, as it would from copy_().
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.copy_(source)
+
+
+def _set_value(planner: LoadPlanner, part: _Part) -> None:
+    data, value = part.value
+    fqn = part.item.dest_index.fqn
+    if type(planner).load_bytes not in _KNOWN_LOAD_BYTES:
+        planner.load_bytes(part.item, io.BytesIO(data))
+    # What DefaultLoadPlanner.load_bytes does, without its torch.load(weights_only=False).
+    elif isinstance(planner, DefaultLoadPlanner) and planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[fqn], value)
+    elif isinstance(planner, DefaultLoadPlanner):
+        planner.state_dict[fqn] = value
+
+
+def _guarded(part: _Part, call: Any) -> Any:
+    """Run a planner's code; its errors become ours, which can be pickled to the other ranks."""
+    try:
+        return call()
+    except StrataError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"cannot load {part.fqn!r}: {type(error).__name__}: {error}") from error

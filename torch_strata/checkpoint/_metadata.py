@@ -1,0 +1,218 @@
+"""Between DCP's `Metadata` and the plain entries that the Rust core keeps in a manifest."""
+
+import dataclasses
+import json
+import os
+import pickle
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torch_strata.checkpoint._opened import Opened
+from torch_strata.checkpoint._tiling import tiling_fault
+from torch_strata.checkpoint._unpickle import load_plain
+from torch_strata.errors import CheckpointError, CorruptionError
+
+if TYPE_CHECKING:
+    from torch_strata._native import TensorEntry
+
+__all__ = [
+    "decode_planner_data",
+    "dtype_name",
+    "dtype_of",
+    "encode_fqn",
+    "encode_planner_data",
+    "entries_of",
+    "read_metadata",
+    "stock_pickle",
+]
+
+# What FileSystemWriter writes; stock readers compare nothing else.
+_DCP_VERSION = "1.0.0"
+# DCP's own numbering, `_MEM_FORMAT_ENCODING`.
+_MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.preserve_format: 2}
+_MEMORY_FORMAT_OF = {number: value for value, number in _MEMORY_FORMATS.items()}
+
+
+def encode_fqn(fqn: Any) -> bytes:
+    """A name as bytes; lone surrogates survive.
+
+    Raises:
+        CheckpointError: If it is not a str.
+    """
+    if not isinstance(fqn, str):
+        raise CheckpointError(f"a key of the state_dict is not a str: {fqn!r:.200}")
+    return fqn.encode("utf-8", "surrogatepass")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        CorruptionError: If this torch has none.
+    """
+    value = getattr(torch, name, None)
+    if not isinstance(value, torch.dtype):
+        raise CorruptionError(f"dtype {name!r:.100} is unknown to torch {torch.__version__}")
+    return value
+
+
+def entries_of(metadata: Metadata) -> "list[TensorEntry]":
+    """One plain entry for each key of ``state_dict_metadata``, in its order."""
+    return [_entry(fqn, value) for fqn, value in metadata.state_dict_metadata.items()]
+
+
+def _entry(fqn: str, value: Any) -> "TensorEntry":
+    if not isinstance(value, TensorStorageMetadata):
+        return (encode_fqn(fqn), False, "", (), None, False, False, 0, "", [], [])
+    properties = value.properties
+    return (
+        encode_fqn(fqn),
+        True,
+        dtype_name(properties.dtype),
+        tuple(value.size),
+        None if properties.strides is None else tuple(properties.strides),
+        bool(properties.requires_grad),
+        bool(properties.pin_memory),
+        _MEMORY_FORMATS[properties.memory_format],
+        str(properties.layout).removeprefix("torch."),
+        [tuple(chunk.offsets) for chunk in value.chunks],
+        [tuple(chunk.sizes) for chunk in value.chunks],
+    )
+
+
+def read_metadata(opened: Opened, *, storage_meta: StorageMeta, whole: bool) -> Metadata:
+    """DCP's view of a stored checkpoint, checked: chunks tile their tensors, dtypes exist.
+
+    Args:
+        opened: The checkpoint.
+        storage_meta: Its identity.
+        whole: Whether chunks must cover each tensor; false for what one rank saved on its own.
+
+    Raises:
+        CorruptionError: If a tensor's chunks leave a hole, overlap or lie outside, naming it.
+    """
+    where = opened.where
+    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for entry in opened.entries:
+        fqn = entry[0].decode("utf-8", "surrogatepass")
+        if fqn in state:
+            raise CorruptionError(f"{where}: the key {fqn!r} is stored twice")
+        state[fqn] = _tensor_metadata(fqn, entry, whole, where) if entry[1] else BytesStorageMetadata()
+    if opened.native.is_stock:
+        planner_data = opened.stock_planner_data
+    else:
+        planner_data = decode_planner_data(opened.native.planner_data, where)
+    return Metadata(state, planner_data=planner_data, storage_meta=storage_meta, version=_DCP_VERSION)
+
+
+def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) -> TensorStorageMetadata:
+    _, _, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes = entry
+    if fault := tiling_fault(size, offsets, sizes, whole=whole):
+        raise CorruptionError(f"{where}: {fqn!r}: {fault}")
+    properties = TensorProperties(
+        dtype=dtype_of(dtype),
+        layout=_layout_of(layout),
+        requires_grad=requires_grad,
+        memory_format=_MEMORY_FORMAT_OF.get(memory_format, torch.contiguous_format),
+        pin_memory=pin_memory,
+        strides=strides,
+    )
+    chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in zip(offsets, sizes, strict=True)]
+    return TensorStorageMetadata(properties, torch.Size(size), chunks)
+
+
+def _layout_of(name: str) -> torch.layout:
+    value = getattr(torch, name, None)
+    if not isinstance(value, torch.layout):
+        raise CorruptionError(f"layout {name!r:.100} is unknown to torch {torch.__version__}")
+    return value
+
+
+def stock_pickle(
+    metadata: Metadata,
+    placed: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]],
+    *,
+    checkpoint_id: str | os.PathLike[str],
+    save_id: str,
+) -> bytes:
+    """The `.metadata` by which stock torch finds what was written. Leaves `metadata` as it is.
+
+    Raises:
+        CheckpointError: If the planner's data cannot be pickled.
+    """
+    storage_data = {}
+    for fqn, offsets, index, name, offset, length in placed:
+        key = MetadataIndex(fqn.decode("utf-8", "surrogatepass"), offsets, None if index < 0 else index)
+        storage_data[key] = _StorageInfo(name, offset, length)
+    whole = dataclasses.replace(
+        metadata,
+        storage_data=storage_data,
+        storage_meta=StorageMeta(checkpoint_id=os.fspath(checkpoint_id), save_id=save_id),
+        version=_DCP_VERSION,
+    )
+    try:
+        return pickle.dumps(whole)
+    except Exception as error:
+        raise CheckpointError(f"cannot pickle the checkpoint's metadata (planner_data?): {error}") from error
+
+
+def encode_planner_data(value: Any) -> bytes:
+    """The planner's data for the manifest: JSON for DCP's own mapping of keys to paths, else a pickle.
+
+    The first byte names the encoding: ``J`` or ``P``; empty for None.
+
+    Raises:
+        CheckpointError: If it cannot be pickled.
+    """
+    if value is None:
+        return b""
+    if _is_mapping_of_paths(value):
+        # A list of pairs keeps the order and lone surrogates; the path's ints stay ints.
+        return b"J" + json.dumps([[key, list(path)] for key, path in value.items()]).encode("ascii")
+    try:
+        return b"P" + pickle.dumps(value)
+    except Exception as error:
+        raise CheckpointError(f"cannot pickle planner_data, a {type(value).__name__}: {error}") from error
+
+
+def _is_mapping_of_paths(value: Any) -> bool:
+    return type(value) is dict and all(
+        type(key) is str and type(path) is tuple and all(type(part) in (str, int) for part in path)
+        for key, path in value.items()
+    )
+
+
+def decode_planner_data(data: bytes, where: str) -> Any:
+    """What `encode_planner_data` was given. Pickles are read with the allow-list of `.metadata`.
+
+    Raises:
+        CorruptionError: If the encoding is unknown or the pickle is refused.
+    """
+    if not data:
+        return None
+    kind, body = data[:1], data[1:]
+    if kind == b"P":
+        return load_plain(body, f"{where} (planner_data)")
+    if kind != b"J":
+        raise CorruptionError(f"{where}: unknown encoding {kind!r} of planner_data")
+    try:
+        return {key: tuple(path) for key, path in json.loads(body)}
+    except (TypeError, ValueError) as error:
+        raise CorruptionError(f"{where}: planner_data is damaged: {error}") from error

@@ -1,0 +1,79 @@
+"""A checkpoint open for reading, ours or stock's, in one form. Imports no torch."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch_strata import _native
+from torch_strata.checkpoint._unpickle import load_stock_metadata
+from torch_strata.errors import CorruptionError
+
+if TYPE_CHECKING:
+    from torch_strata._native import TensorEntry
+
+__all__ = ["Opened", "open_checkpoint"]
+
+Key = tuple[bytes, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """One committed state.
+
+    Attributes:
+        native: The Rust core's handle.
+        where: The place, for messages.
+        entries: One for each key of the state_dict.
+        stock_planner_data: What a stock `.metadata` holds; ours is in the manifest.
+        transforms: Stream transforms of stock items that have any.
+        save_id: Identity of the save; empty where stock left none.
+    """
+
+    native: _native.Checkpoint
+    where: str
+    entries: "Sequence[TensorEntry]"
+    stock_planner_data: Any = None
+    transforms: Mapping[Key, tuple[str, ...]] = field(default_factory=dict)
+    save_id: str
+
+    def same_as(self, other: "Opened") -> bool:
+        """Whether nothing was saved between the two openings."""
+        mine, theirs = (self.native.number, self.save_id), (other.native.number, other.save_id)
+        return self.native.is_stock == other.native.is_stock and mine == theirs
+
+
+def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank: int | None) -> Opened:
+    """The newest committed state at a place.
+
+    Args:
+        store: The place's store.
+        place: The place, for messages.
+        rank: To read what that rank saved on its own, else None.
+
+    Raises:
+        CheckpointNotFoundError: If nothing is committed there.
+        CorruptionError: If an index is damaged or names objects elsewhere.
+        StorageError: If the place cannot be reached.
+    """
+    native = _native.Checkpoint.open(store, rank=rank)
+    where = os.fspath(place)
+    if not native.is_stock:
+        return Opened(native=native, where=where, entries=native.entries(), save_id=native.save_id)
+    data = native.stock_metadata
+    if data is None:
+        raise CorruptionError(f"{where}: .metadata disappeared while it was opened")
+    stock = load_stock_metadata(data, f"{where}/{'' if rank is None else f'__{rank}'}.metadata")
+    rows = [
+        (i.fqn.encode("utf-8", "surrogatepass"), i.offsets, i.index, i.relative_path, i.offset, i.length)
+        for i in stock.items
+    ]
+    native.set_stock_entries(rows)
+    return Opened(
+        native=native,
+        where=where,
+        entries=stock.entries,
+        stock_planner_data=stock.planner_data,
+        transforms={row[:2]: item.transforms for row, item in zip(rows, stock.items, strict=True) if item.transforms},
+        save_id=stock.save_id or "",
+    )

@@ -1,0 +1,68 @@
+"""Values out of pickled payloads, with nothing run that the caller does not trust."""
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from torch_strata.errors import CheckpointError, CorruptionError
+
+__all__ = ["Trusted", "load_tensor", "load_value"]
+
+# A class or function, or one with the full name under which a pickle knows it.
+Trusted = Callable[..., Any] | tuple[Callable[..., Any], str]
+
+# Local file header of a zip archive: what torch.save writes. Its older tar and bare pickle forms are refused, since
+# torch.load may read such bytes in another way once weights_only is off.
+_ZIP_MAGIC = b"PK\x03\x04"
+
+
+def load_value(data: bytes, *, fqn: str, where: str, trusted: Sequence[Trusted]) -> Any:
+    """The value that was saved under `fqn`.
+
+    Raises:
+        CheckpointError: If its pickle names a class outside torch's allow-list and `trusted`.
+        CorruptionError: If the bytes are not what ``torch.save`` writes.
+    """
+    if not data.startswith(_ZIP_MAGIC):
+        raise CorruptionError(f"{where}: the value of {fqn!r} is not in torch.save's format: starts with {data[:4]!r}")
+    try:
+        with safe_globals(list(trusted)):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = _untrusted_globals(data, trusted)
+        raise CheckpointError(
+            f"{where}: the value of {fqn!r} needs {', '.join(named) or 'a class'} to load, which could run any code; "
+            f"if you trust this checkpoint, pass trusted_classes=[...] to StrataReader ({_first_line(error)})"
+        ) from error
+    except Exception as error:
+        raise CorruptionError(f"{where}: cannot load the value of {fqn!r}: {_first_line(error)}") from error
+
+
+def load_tensor(data: bytes, *, fqn: str, where: str, trusted: Sequence[Trusted]) -> torch.Tensor:
+    """A tensor that ``torch.save`` framed.
+
+    Raises:
+        CheckpointError: As `load_value`.
+        CorruptionError: As `load_value`, or if the value is not a tensor.
+    """
+    value = load_value(data, fqn=fqn, where=where, trusted=trusted)
+    if not isinstance(value, torch.Tensor):
+        raise CorruptionError(f"{where}: {fqn!r} should be a tensor, found a {type(value).__name__}")
+    return value
+
+
+def _untrusted_globals(data: bytes, trusted: Sequence[Trusted]) -> list[str]:
+    try:
+        with safe_globals(list(trusted)):
+            return sorted(get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except Exception:  # only words for a message that is raised anyway
+        return []
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0][:300] if lines else type(error).__name__

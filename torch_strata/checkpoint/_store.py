@@ -1,0 +1,64 @@
+"""From what a user passes as a place to a store of the Rust core. Imports no torch."""
+
+import os
+from collections.abc import Mapping
+
+from torch_strata import _native
+from torch_strata.config import StorageConfig
+from torch_strata.errors import ConfigError
+
+__all__ = ["is_place", "open_store", "resolve_config"]
+
+_SCHEMES = frozenset({"file", "s3", "gs", "az", "http", "https", "memory"})
+
+
+def resolve_config(config: StorageConfig | None, storage_options: Mapping[str, str] | None) -> StorageConfig:
+    """The settings to use; `storage_options` given beside `config` are added to its own and win."""
+    base = StorageConfig() if config is None else config
+    if not isinstance(base, StorageConfig):
+        raise ConfigError(f"config: expected a StorageConfig, found a {type(config).__name__}")
+    if storage_options is None:
+        return base
+    values = {name: getattr(base, name) for name in base.__dataclass_fields__}
+    return StorageConfig(**{**values, "storage_options": {**base.storage_options, **storage_options}})
+
+
+def open_store(place: str | os.PathLike[str], config: StorageConfig) -> _native.Store:
+    """A store at a local path or URL. Opens nothing yet.
+
+    Raises:
+        ConfigError: If the URL's scheme or an option is unknown.
+    """
+    return _native.Store(
+        _url(place),
+        dict(config.storage_options),
+        max_in_flight_bytes=config.max_in_flight_bytes,
+        max_concurrency=config.max_concurrency,
+        part_bytes=config.part_bytes,
+        fsync=config.fsync,
+        direct_io=config.direct_io,
+        max_tries=config.max_tries,
+        deadline_s=config.deadline.total_seconds(),
+    )
+
+
+def is_place(place: object) -> bool:
+    """Whether `place` is something `open_store` takes: a path that can be made here, or a URL of a known scheme."""
+    if isinstance(place, os.PathLike):
+        return True
+    if not isinstance(place, str) or not place:
+        return False
+    scheme, separator, _ = place.partition("://")
+    if separator:
+        return scheme in _SCHEMES
+    path = os.path.abspath(place)
+    while not os.path.exists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return os.access(path, os.W_OK)
+
+
+def _url(place: str | os.PathLike[str]) -> str:
+    url = os.fspath(place)
+    if not isinstance(url, str) or not url:
+        raise ConfigError(f"checkpoint place: expected a path or a URL, found {place!r}")
+    return url

@@ -1,0 +1,210 @@
+"""StrataReader: `torch.distributed.checkpoint`'s StorageReader over the Rust core.
+
+Reads checkpoints of StrataWriter and of stock torch. Nothing is unpickled unchecked, and every block of ours is
+verified on every read.
+"""
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torch_strata import _native
+from torch_strata.checkpoint._load import LoadSettings, ReadStats, load_plan
+from torch_strata.checkpoint._metadata import read_metadata
+from torch_strata.checkpoint._opened import Opened, open_checkpoint
+from torch_strata.checkpoint._payload import Trusted
+from torch_strata.checkpoint._store import is_place, open_store, resolve_config
+from torch_strata.config import StorageConfig
+from torch_strata.errors import CheckpointNotFoundError, ConfigError, ObjectNotFoundError, StrataError
+
+__all__ = ["ReadStats", "StrataReader"]
+
+_RANK_METADATA = re.compile(r"__\d+\.metadata")
+
+
+class _UnreadMetadata(Metadata):
+    """Stands for metadata that could not be read; looking at it raises the reason.
+
+    DCP swallows what `read_metadata` raises and reports an AssertionError instead, or goes on with rank-local
+    metadata. So the reason travels in here, and `set_up_storage_reader` raises it.
+    """
+
+    def __init__(self, error: StrataError) -> None:
+        self.error = error
+        self.planner_data = None
+        self.storage_data = None
+        self.storage_meta = None
+        self.version = None
+
+    @property
+    def state_dict_metadata(self) -> Any:  # type: ignore[override]
+        raise self.error
+
+    def __repr__(self) -> str:
+        return f"<metadata that could not be read: {self.error}>"
+
+
+class StrataReader(StorageReader):
+    """Loads from a local path or a URL.
+
+    Args:
+        path: Local path or URL of the checkpoint.
+        config: Limits of the store.
+        storage_options: The store's own settings; win over those of `config`.
+        verify: ``"inplace"`` verifies what has been read where it lies: after a CorruptionError the destinations it
+            names are undefined. ``"before"`` verifies in a buffer first, at the price of a copy.
+        allow_dtype_cast: Whether a tensor may be converted to its destination's dtype; an error otherwise.
+        trusted_classes: Classes and functions that pickled values may name, beyond those that torch always allows.
+            They can run any code: name them for checkpoints that you trust.
+
+    Pass it to ``dcp.load(state, storage_reader=...)`` on every rank.
+
+    Raises:
+        ConfigError: If the place or a setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        config: StorageConfig | None = None,
+        storage_options: Mapping[str, str] | None = None,
+        verify: Literal["inplace", "before"] = "inplace",
+        allow_dtype_cast: bool = False,
+        trusted_classes: Sequence[Trusted] = (),
+    ) -> None:
+        super().__init__()
+        if verify not in ("inplace", "before"):
+            raise ConfigError(f"verify: expected 'inplace' or 'before', found {verify!r}")
+        self._config = resolve_config(config, storage_options)
+        self._settings = LoadSettings(
+            verify=verify,
+            allow_dtype_cast=allow_dtype_cast,
+            trusted=tuple(trusted_classes),
+            budget_bytes=self._config.max_in_flight_bytes,
+        )
+        self._place: str | os.PathLike[str] = path
+        self._opened_store: _native.Store | None = None
+        self._begin_anew()
+        self._store()  # a bad URL fails here
+
+    def _begin_anew(self) -> None:
+        self._load_id = uuid.uuid4().hex
+        self._opened: Opened | None = None
+        self._rank: int | None = None
+        self._stats: ReadStats | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_opened_store": None}
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the next load reads."""
+        return self._place
+
+    @property
+    def stats(self) -> ReadStats | None:
+        """What the last load read on this rank; None before the first."""
+        return self._stats
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether `checkpoint_id` is a local path or a URL that this reader knows."""
+        return is_place(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, from another place if one is given."""
+        if checkpoint_id:
+            self._place = checkpoint_id
+            self._opened_store = None
+        self._begin_anew()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata, or with ``rank=`` what that rank saved on its own.
+
+        Does no collective. Where it cannot be read, the value returned raises the reason as soon as it is looked at.
+
+        Raises:
+            CheckpointNotFoundError: If only ranks on their own have saved here; DCP then asks again with ``rank=``.
+        """
+        rank = kwargs.get("rank")
+        self._opened = None
+        try:
+            self._opened = open_checkpoint(self._store(), self._place, rank=rank)
+            return self._metadata(self._opened, rank)
+        except CheckpointNotFoundError as error:
+            if rank is None and self._has_rank_metadata():
+                raise
+            return _UnreadMetadata(error)
+        except StrataError as error:
+            return _UnreadMetadata(error)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a load on this rank.
+
+        Raises:
+            StrataError: The reason why `read_metadata` failed.
+        """
+        if isinstance(metadata, _UnreadMetadata):
+            raise metadata.error
+        self._rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is: all checks of this rank are made before it reads."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items. Blocks with the GIL released.
+
+        Raises:
+            LayoutMismatchError: If a destination has another dtype, shape or kind; nothing has been changed then.
+            CheckpointError: If a value needs a class that is not trusted; nothing has been changed then.
+            CorruptionError: If stored bytes are damaged.
+            StorageError: If the store fails or an object is missing.
+        """
+        started = time.monotonic()
+        opened = self._opened or self._open(self._rank)
+        try:
+            stats = load_plan(opened, plan, planner, self._settings)
+        except ObjectNotFoundError:
+            # A save that ended meanwhile may have removed what it superseded: read the new state, once.
+            self._opened = self._open(self._rank)
+            if self._opened.same_as(opened):
+                raise
+            stats = load_plan(self._opened, plan, planner, self._settings)
+        self._stats = replace(stats, seconds=time.monotonic() - started)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _metadata(self, opened: Opened, rank: int | None) -> Metadata:
+        storage_meta = StorageMeta(self._place, opened.save_id or None, self._load_id)
+        return read_metadata(opened, storage_meta=storage_meta, whole=rank is None)
+
+    def _has_rank_metadata(self) -> bool:
+        try:
+            names = self._store().list("")
+        except StrataError:
+            return False  # the error at hand says more
+        return any(_RANK_METADATA.fullmatch(name) for name, _ in names)
+
+    def _open(self, rank: int | None) -> Opened:
+        return open_checkpoint(self._store(), self._place, rank=rank)
+
+    def _store(self) -> _native.Store:
+        if self._opened_store is None:
+            self._opened_store = open_store(self._place, self._config)
+        return self._opened_store

@@ -1,0 +1,76 @@
+"""Reads everything a checkpoint holds and compares it with its digests. Imports no torch."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch_strata.checkpoint._opened import open_checkpoint
+from torch_strata.checkpoint._store import open_store, resolve_config
+from torch_strata.config import StorageConfig
+
+__all__ = ["VerifyReport", "verify"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What was found.
+
+    Attributes:
+        save_id: Identity of the save that was read; empty where stock left none.
+        objects: Objects that the checkpoint lists.
+        blocks: Blocks whose digest was compared.
+        read_bytes: Bytes that were read.
+        unverified_bytes: Bytes without a digest to compare: parts of stock checkpoints.
+        problems: One sentence for each damage; none if the checkpoint is sound.
+        warnings: What is no damage but should be known.
+    """
+
+    save_id: str
+    objects: int
+    blocks: int
+    read_bytes: int
+    unverified_bytes: int
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.problems
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    config: StorageConfig | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    rank: int | None = None,
+) -> VerifyReport:
+    """Read and check a whole checkpoint, ours or stock's, within the store's memory budget. Blocks.
+
+    Args:
+        path: Local path or URL.
+        config: Limits of the store.
+        storage_options: The store's own settings.
+        rank: To check what that rank saved on its own.
+
+    Raises:
+        CheckpointNotFoundError: If nothing is committed there.
+        CorruptionError: If the index itself is damaged; damaged data is in the report instead.
+        StorageError: If the place cannot be reached.
+    """
+    store = open_store(path, resolve_config(config, storage_options))
+    opened = open_checkpoint(store, path, rank=rank)
+    if opened.native.is_stock:
+        # Looks at each item's own archive, which says where its payload is and what CRC it has.
+        opened.native.describe(range(len(opened.native.items())))
+    stats, problems = opened.native.verify()
+    return VerifyReport(
+        save_id=opened.save_id,
+        objects=len(opened.native.objects()),
+        blocks=stats.blocks_verified,
+        read_bytes=stats.bytes_read,
+        unverified_bytes=stats.unverified_bytes,
+        problems=tuple(problems),
+        warnings=tuple(opened.native.warnings),
+    )

@@ -1,0 +1,347 @@
+"""StrataWriter: `torch.distributed.checkpoint`'s StorageWriter over the Rust core.
+
+Tensors are written from their own memory. Nothing is visible before every rank's objects are durable and the planning
+rank has committed; a failed save leaves the checkpoint that was there.
+"""
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from torch_strata import _native
+from torch_strata.checkpoint._items import resolve_items
+from torch_strata.checkpoint._metadata import encode_planner_data, entries_of, read_metadata, stock_pickle
+from torch_strata.checkpoint._opened import open_checkpoint
+from torch_strata.checkpoint._store import is_place, open_store, resolve_config
+from torch_strata.checkpoint._unpickle import load_stock_metadata
+from torch_strata.checkpoint.staging import snapshot
+from torch_strata.config import StorageConfig
+from torch_strata.errors import CheckpointError, CheckpointExistsError, CorruptionError
+
+__all__ = ["SaveStats", "StrataWriter"]
+
+_logger = logging.getLogger(__name__)
+
+# Generations this process has claimed. One claim a process and run root: a second one would fence off our own
+# writers that are still saving.
+_claimed: dict[tuple[int, str], int] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveStats:
+    """What the last save did, as far as this rank knows.
+
+    Attributes:
+        save_id: Identity of the save.
+        written_bytes: Bytes that this rank wrote.
+        write_seconds: Time this rank needed to write them, in seconds.
+        committed: Whether this rank committed (the planning rank, or any rank without collectives); the fields below
+            are 0 elsewhere.
+        number: Number of the manifest.
+        objects: Objects of the checkpoint.
+        items: Tensor chunks and values of the checkpoint.
+        payload_bytes: Bytes of all payloads of the checkpoint.
+        collected: Superseded objects removed.
+        commit_seconds: Time for the commit, in seconds.
+        fenced: Whether the store refuses a second writer of the same manifest.
+        warnings: What the user should know.
+    """
+
+    save_id: str
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    committed: bool = False
+    number: int = 0
+    objects: int = 0
+    items: int = 0
+    payload_bytes: int = 0
+    collected: int = 0
+    commit_seconds: float = 0.0
+    fenced: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+class StrataWriter(StorageWriter):
+    """Saves to a local path or a URL.
+
+    Args:
+        path: Local path or URL of the checkpoint.
+        config: Limits of the store.
+        storage_options: The store's own settings; win over those of `config`.
+        overwrite: Whether an existing checkpoint may be replaced.
+        run_root: Place of the run that this checkpoint belongs to. If given, the run's generation is claimed at this
+            process's first save, and a run that was replaced by a newer one cannot commit any more.
+        world_size: Ranks that save together with ``use_collectives=False``, where DCP does not tell; the default
+            group's if not given.
+
+    Pass it to ``dcp.save(state, storage_writer=...)`` on every rank. Also an AsyncStager: ``dcp.async_save`` copies
+    the state with it before training goes on. Can be pickled; what is open is not carried along.
+
+    Raises:
+        ConfigError: If the place or a setting cannot be used.
+    """
+
+    # AsyncStager: `stage` returns when the copy is complete.
+    _synchronize_after_execute: bool = False
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        config: StorageConfig | None = None,
+        storage_options: Mapping[str, str] | None = None,
+        overwrite: bool = True,
+        run_root: str | os.PathLike[str] | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = resolve_config(config, storage_options)
+        self._overwrite = overwrite
+        self._run_root = run_root
+        self._world_size = world_size
+        self._place: str | os.PathLike[str] = path
+        self._opened: _native.Store | None = None
+        self._begin_anew()
+        self._store()  # a bad URL fails here, not in the middle of a save
+
+    def _begin_anew(self) -> None:
+        self._save_id = uuid.uuid4().hex
+        self._spent = False
+        self._rank: int | None = None
+        self._plans = False
+        self._use_collectives = True
+        self._base: _native.Base | None = None
+        self._stats: SaveStats | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_base": None, "_opened": None}
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the next save goes."""
+        return self._place
+
+    @property
+    def stats(self) -> SaveStats | None:
+        """What the last save did on this rank; None before the first."""
+        return self._stats
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this writer can save to `checkpoint_id`: a local path that can be made, or a URL it knows."""
+        return is_place(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, at another place if one is given. DCP calls it only when given a ``checkpoint_id``."""
+        if checkpoint_id:
+            self._place = checkpoint_id
+            self._opened = None
+        self._begin_anew()
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Identity of the save that begins or runs; DCP asks for it first."""
+        return StorageMeta(checkpoint_id=self._place, save_id=self._fresh_save_id())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save on this rank. DCP passes ``rank`` and ``use_collectives`` because of the name ``kwargs``."""
+        self._fresh_save_id()
+        self._plans = is_coordinator
+        self._rank = kwargs.get("rank")
+        self._use_collectives = kwargs.get("use_collectives", True)
+        self._base = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Look at the place before anything is written: on the planning rank, or on each without collectives.
+
+        Raises:
+            CheckpointExistsError: If a checkpoint is there and may not be overwritten.
+            StorageError: If the place cannot be reached.
+        """
+        if self._commits:
+            self._base = _native.open_base(self._store(), rank=self._own_rank)
+            if self._base.exists and not self._overwrite:
+                raise CheckpointExistsError(f"a checkpoint exists at {os.fspath(self._place)} and overwrite=False")
+            if self._base.stale_metadata:
+                self._republish()
+            self._generation()
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank its number, for callers of DCP that do not pass it. Carries no name: plans may be cached."""
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items; durable when it returns. Blocks with the GIL released.
+
+        Raises:
+            CheckpointError: If a value cannot be stored; nothing has been written then.
+            StorageError: If the store fails; nothing of this save stays.
+        """
+        started = time.monotonic()
+        self._spent = True
+        rank = plan.storage_data if self._rank is None else self._rank
+        items = resolve_items(plan.items, planner)
+        record = _native.write_items(self._store(), items, rank=rank, save_id=self._save_id)
+        written = _native.record_bytes(record)
+        self._stats = SaveStats(save_id=self._save_id, written_bytes=written, write_seconds=time.monotonic() - started)
+        # One compact result a rank: DCP only carries it to `finish`.
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(MetadataIndex(f"rank {rank}"), written, record)])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit what the ranks wrote: the last step, after which the checkpoint is the new one.
+
+        Raises:
+            CorruptionError: If an object is not visible from here, or has another size.
+            PreconditionError: If somebody else committed here meanwhile.
+            StaleGenerationError: If a newer run has claimed the run root.
+        """
+        started = time.monotonic()
+        base = self._base
+        if base is None:
+            raise CheckpointError("finish() was called on a rank that did not prepare a plan")
+        records = [result.storage_data for rank_results in results for result in rank_results]
+        # A copy is pickled: DCP broadcasts `metadata` to all ranks afterwards, and the index need not travel.
+        stock = stock_pickle(
+            metadata,
+            _native.stock_entries(records),
+            checkpoint_id=self._place,
+            save_id=self._save_id,
+        )
+        done = _native.commit(
+            self._store(),
+            base,
+            records,
+            entries_of(metadata),
+            planner_data=encode_planner_data(metadata.planner_data),
+            stock_metadata=stock,
+            save_id=self._save_id,
+            previous_save_id=_previous_save_id(base),
+            rank=self._own_rank,
+            world_size=self._ranks_that_save(len(results)),
+            generation=self._generation(),
+            run_root=self._run_root_store(),
+        )
+        self._base = None
+        self._note(done, time.monotonic() - started)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state on the host, for ``dcp.async_save``; complete when it returns.
+
+        Raises:
+            CheckpointError: If a value cannot be copied, naming it.
+        """
+        return snapshot(state_dict)  # type: ignore[no-any-return]
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: the copy is complete when `stage` returns."""
+        return self._synchronize_after_execute
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    @property
+    def _commits(self) -> bool:
+        return self._plans or not self._use_collectives
+
+    @property
+    def _own_rank(self) -> int | None:
+        """The rank that commits alone, or None where the planning rank commits for all."""
+        if self._use_collectives:
+            return None
+        return 0 if self._rank is None else self._rank
+
+    def _fresh_save_id(self) -> str:
+        # DCP calls reset() only when it is given a checkpoint_id, so a used id is replaced here.
+        if self._spent:
+            self._save_id = uuid.uuid4().hex
+            self._spent = False
+        return self._save_id
+
+    def _store(self) -> _native.Store:
+        if self._opened is None:
+            self._opened = open_store(self._place, self._config)
+        return self._opened
+
+    def _run_root_store(self) -> _native.Store | None:
+        return None if self._run_root is None else open_store(self._run_root, self._config)
+
+    def _generation(self) -> int:
+        if self._run_root is None:
+            return 0
+        key = (os.getpid(), os.fspath(self._run_root))
+        if key not in _claimed:
+            _claimed[key] = _native.claim_generation(open_store(self._run_root, self._config), owner=uuid.uuid4().hex)
+        return _claimed[key]
+
+    def _ranks_that_save(self, heard_of: int) -> int:
+        """Ranks whose parts make the checkpoint; without collectives each hears only of itself."""
+        if self._use_collectives:
+            return heard_of
+        if self._world_size is not None:
+            return self._world_size
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    def _republish(self) -> None:
+        """Write the `.metadata` that the last save here did not come to.
+
+        Before the next manifest: a reader can tell a `.metadata` from stock's only if it is one save behind at most.
+        """
+        rank = self._own_rank
+        opened = open_checkpoint(self._store(), self._place, rank=rank)
+        metadata = read_metadata(opened, storage_meta=StorageMeta(), whole=rank is None)
+        data = stock_pickle(metadata, opened.native.items(), checkpoint_id=self._place, save_id=opened.save_id)
+        self._store().put(".metadata" if rank is None else f"__{rank}.metadata", data)
+
+    def _note(self, done: _native.CommitStats, seconds: float) -> None:
+        for warning in done.warnings:
+            _logger.warning("%s: %s", os.fspath(self._place), warning)
+        if not done.fenced:
+            _logger.warning(
+                "%s: the store does not refuse a second writer; two runs that save here may overwrite each other",
+                os.fspath(self._place),
+            )
+        before = self._stats or SaveStats(save_id=self._save_id)
+        self._stats = replace(
+            before,
+            committed=True,
+            number=done.number,
+            objects=done.num_objects,
+            items=done.num_items,
+            payload_bytes=done.payload_bytes,
+            collected=done.collected,
+            commit_seconds=seconds,
+            fenced=done.fenced,
+            warnings=tuple(done.warnings),
+        )
+
+
+def _previous_save_id(base: _native.Base) -> str:
+    """The save_id of the `.metadata` that is there, by which a reader between two writes can tell it.
+
+    Empty where stock left none: such a reader then takes `.metadata` for the newest state, which is the old one, whole.
+    """
+    data = base.foreign_metadata
+    if data is None:
+        return base.save_id
+    try:
+        return load_stock_metadata(data, ".metadata").save_id or ""
+    except CorruptionError as error:
+        # About to be replaced: that nobody can read it must not keep a new checkpoint from being saved.
+        _logger.warning("replacing a .metadata that cannot be read: %s", error)
+        return ""

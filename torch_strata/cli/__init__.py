@@ -1,0 +1,130 @@
+"""The command `strata`: look at checkpoints and check them, without importing torch."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NoReturn
+
+import click
+
+from torch_strata.checkpoint._opened import Opened, open_checkpoint
+from torch_strata.checkpoint._store import open_store
+from torch_strata.checkpoint.verify import verify
+from torch_strata.config import StorageConfig
+from torch_strata.errors import CorruptionError, StrataError
+
+__all__ = ["main"]
+
+_DAMAGED = 1
+_FAILED = 2
+
+
+def _common(command: Callable[..., None]) -> Callable[..., None]:
+    """Arguments of every command, and exit status 1 for damage, 2 for anything else that goes wrong."""
+
+    @click.argument("url")
+    @click.option("--rank", type=click.IntRange(min=0), help="What this rank saved without collectives.")
+    @click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="A setting of the store; repeatable.")
+    @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+    @wraps(command)
+    def run(url: str, rank: int | None, options: Sequence[str], as_json: bool) -> None:
+        try:
+            config = StorageConfig.from_env(os.environ, storage_options=_parse_options(options))
+            command(url, rank, config, as_json)
+        except CorruptionError as error:
+            _fail(error, _DAMAGED)
+        except StrataError as error:
+            _fail(error, _FAILED)
+
+    return run
+
+
+def _parse_options(options: Sequence[str]) -> dict[str, str]:
+    pairs = [option.partition("=") for option in options]
+    for key, separator, _ in pairs:
+        if not key or not separator:
+            raise click.UsageError("--option: expected KEY=VALUE")
+    return {key: value for key, _, value in pairs}
+
+
+def _fail(error: StrataError, status: int) -> NoReturn:
+    click.echo(f"{type(error).__name__}: {error}", err=True)
+    raise SystemExit(status)
+
+
+@click.group()
+@click.version_option(package_name="torch-strata")
+def main() -> None:
+    """Look at checkpoints and check them. URL is a local path or a URL such as s3://bucket/run/step-100."""
+
+
+@main.command("verify")
+@_common
+def verify_command(url: str, rank: int | None, config: StorageConfig, as_json: bool) -> None:
+    """Read everything and compare it with its digests. Exit status 0: sound, 1: damaged, 2: not found or usage."""
+    report = verify(url, config=config, rank=rank)
+    if as_json:
+        click.echo(json.dumps({**vars(report), "is_sound": report.is_sound}))
+    else:
+        for warning in report.warnings:
+            click.echo(f"warning: {warning}", err=True)
+        for problem in report.problems:
+            click.echo(f"damaged: {problem}")
+        word = "sound" if report.is_sound else f"DAMAGED ({len(report.problems)} problems)"
+        click.echo(
+            f"{word}: {report.objects} objects, {report.read_bytes} bytes read, {report.blocks} blocks verified, "
+            f"{report.unverified_bytes} bytes without a digest"
+        )
+    if not report.is_sound:
+        raise SystemExit(_DAMAGED)
+
+
+@main.command("ls")
+@_common
+def ls_command(url: str, rank: int | None, config: StorageConfig, as_json: bool) -> None:
+    """List the objects of a checkpoint with their sizes in bytes."""
+    objects = _open(url, rank, config).native.objects()
+    if as_json:
+        click.echo(json.dumps([{"name": name, "bytes": size} for name, size in objects]))
+        return
+    for name, size in objects:
+        click.echo(f"{size:>15} {name}")
+
+
+@main.command("inspect")
+@_common
+def inspect_command(url: str, rank: int | None, config: StorageConfig, as_json: bool) -> None:
+    """Show what a checkpoint holds: each key with dtype, shape and number of chunks."""
+    opened = _open(url, rank, config)
+    keys = [_describe(entry) for entry in opened.entries]
+    native = opened.native
+    head = {
+        "url": url,
+        "written_by": "stock torch" if native.is_stock else "torch_strata",
+        "save_id": opened.save_id,
+        "number": native.number,
+        "world_size": native.world_size,
+        "objects": len(native.objects()),
+        "bytes": sum(size for _, size in native.objects()),
+        "warnings": native.warnings,
+    }
+    if as_json:
+        click.echo(json.dumps({**head, "keys": keys}))
+        return
+    for name, value in head.items():
+        click.echo(f"{name}: {value}")
+    for key in keys:
+        # A name may hold anything, control characters included.
+        click.echo(f"  {key['fqn']!r}: {key.get('dtype', 'pickled value')} {key.get('shape', '')}".rstrip())
+
+
+def _describe(entry: Any) -> dict[str, Any]:
+    fqn = entry[0].decode("utf-8", "backslashreplace")
+    if not entry[1]:
+        return {"fqn": fqn}
+    return {"fqn": fqn, "dtype": entry[2], "shape": list(entry[3]), "chunks": len(entry[9])}
+
+
+def _open(url: str, rank: int | None, config: StorageConfig) -> Opened:
+    return open_checkpoint(open_store(url, config), url, rank=rank)
