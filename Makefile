@@ -16,6 +16,8 @@ PYTEST_PARALLEL := -n 2 --dist loadfile
 
 # One interpreter for every cargo call, or pyo3 would be built again for each.
 export PYO3_PYTHON := $(CURDIR)/.venv/bin/python
+# moto runs in it for the conformance tests of the stores.
+export STRATA_TEST_PYTHON := $(PYO3_PYTHON)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

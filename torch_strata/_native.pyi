@@ -38,6 +38,8 @@ class Store:
     @property
     def url(self) -> str: ...
     def read(self, name: str) -> bytes: ...
+    def read_range(self, name: str, start: int, end: int) -> bytes: ...
+    def size(self, name: str) -> int: ...
     def put(self, name: str, data: bytes) -> None: ...
     def list(self, prefix: str) -> list[tuple[str, int]]: ...
     def delete(self, name: str) -> None: ...
@@ -170,6 +172,16 @@ class Checkpoint:
         Raises:
             CheckpointNotFoundError: If there is neither a manifest nor a `.metadata`.
             ManifestError: If the manifest is damaged, hostile, or needs a newer reader.
+        """
+    @staticmethod
+    def plain(
+        store: Store,
+        tensors: Sequence[tuple[bytes, str, int, int, str, tuple[int, ...]]],
+    ) -> Checkpoint:
+        """Contiguous tensors in files that the caller has indexed: `(fqn, object, offset, bytes, dtype, shape)`.
+
+        Raises:
+            ManifestError: If a dtype is unknown, or shape and length contradict each other.
         """
     @property
     def is_stock(self) -> bool:

@@ -38,8 +38,8 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 1) -> to
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The elements in row-major order, byte for byte."""
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return bytes(flat.untyped_storage())[: flat.nbytes]
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

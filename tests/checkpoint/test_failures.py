@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch_strata import (
     StorageError,
     StrataError,
     StrataReader,
+    verify,
 )
 
 
@@ -63,6 +65,22 @@ def test_a_value_that_cannot_be_stored_is_named_and_the_old_checkpoint_stays(tmp
     out = {"w": torch.zeros(4), "extra": 0}
     load(out, tmp_path / "c")
     assert out["w"].tolist() == [1] * 4 and out["extra"] == 1
+
+
+class OddPlannerData(DefaultSavePlanner):
+    """Leaves something in the metadata that cannot be pickled."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, replace(metadata, planner_data=lambda: None)
+
+
+def test_planner_data_that_cannot_be_stored_leaves_no_object_behind(tmp_path):
+    save({"w": torch.ones(4)}, tmp_path / "c")
+    before = sorted(tmp_path.rglob("*"))
+    error = failure_of(lambda: save({"w": torch.zeros(4)}, tmp_path / "c", planner=OddPlannerData()))
+    assert isinstance(error, CheckpointError) and "planner_data" in str(error)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_key_that_is_not_a_str_is_named(tmp_path):
@@ -136,7 +154,14 @@ def test_a_flipped_bit_in_a_value_is_noticed(tmp_path):
     assert out["a"].eq(0).all()
 
 
-@pytest.mark.parametrize("keep", [0, 1, 0.5, -1])
+def test_a_truncation_behind_the_last_payload_is_found_by_verify(tmp_path):
+    place, data = saved(tmp_path)
+    data.write_bytes(data.read_bytes()[:-1])
+    report = verify(place)
+    assert not report.is_sound and data.name in report.problems[0]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 0.5])
 def test_a_truncated_object_is_noticed(tmp_path, keep):
     place, data = saved(tmp_path)
     content = data.read_bytes()

@@ -31,7 +31,7 @@ from torch_strata import (
 
 def state_of(rank: int, value: float) -> dict[str, Any]:
     return {
-        f"own{rank}": torch.full((1000,), float(value + rank)),
+        f"own{rank}": torch.full((3000,), float(value + rank)),
         "shared": torch.full((10,), float(value)),
         "step": int(value),
     }
@@ -61,7 +61,7 @@ def test_every_rank_writes_and_the_planning_rank_commits(tmp_path):
     assert [result[:2] for result in results] == [(1, [1.0]), (1, [2.0]), (1, [3.0])]
     assert [result[2] for result in results] == [None] * 3, "the index is not broadcast"
     assert [result[3] for result in results] == [True, False, False]
-    out = {f"own{rank}": torch.zeros(1000) for rank in range(3)}
+    out = {f"own{rank}": torch.zeros(3000) for rank in range(3)}
     dcp.load(out, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
     assert [out[f"own{rank}"][0].item() for rank in range(3)] == [1, 2, 3]
 
@@ -71,7 +71,7 @@ def test_fewer_ranks_later_leave_nothing_of_the_earlier_ones(tmp_path):
     save(state_of(0, 5), tmp_path / "c")
     assert len(list((tmp_path / "c").glob("*.distcp"))) == 1
     with pytest.raises(CheckpointException):
-        load({"own1": torch.zeros(1000)}, tmp_path / "c")
+        load({"own1": torch.zeros(3000)}, tmp_path / "c")
 
 
 def save_with_one_bad_rank(rank: int, place: str, bad: str) -> Any:
@@ -200,7 +200,7 @@ def save_and_damage(rank: int, place: str) -> Any:
     if rank == 0:
         path = next(Path(place).glob("__1_*.distcp"))
         content = bytearray(path.read_bytes())
-        at = content.index(torch.full((1000,), 2.0).numpy().tobytes())
+        at = content.index(torch.full((3000,), 2.0).numpy().tobytes())
         content[at + 2000] ^= 1
         path.write_bytes(content)
     dist.barrier()

@@ -58,8 +58,8 @@ def _tensor_item(item: WriteItem, data: Any) -> NativeItem:
     head = (encode_fqn(fqn), offsets, _index(item))
     shape = tuple(tensor.shape)
     if not is_plain(tensor) or (tensor.numel() and tensor.data_ptr() == 0 and not _holds_storage(fqn, tensor)):
-        framed = _framed(tensor)
-        return (*head, _native.TORCH_SAVE, 0, 0, dtype_name(tensor.dtype), shape, (), framed)
+        dtype, strides = dtype_name(tensor.dtype), contiguous_strides(shape)
+        return (*head, _native.TORCH_SAVE, 0, 0, dtype, shape, strides, _framed(tensor))
     lent = _lendable(tensor)
     strides = tuple(lent.stride()) if lent.numel() else contiguous_strides(shape)
     if lent.is_contiguous():

@@ -125,7 +125,7 @@ def _locate(opened: Opened, items: Sequence[ReadItem]) -> list[_Part]:
             raise CorruptionError(f"{opened.where}: no object holds {fqn.decode('utf-8', 'replace')!r}{at}")
     described = opened.native.describe(rows)
     return [
-        _Part(item, row, kind, dtype, shape, opened.transforms.get(key, ()))
+        _Part(item, row, kind, dtype, tuple(shape), opened.transforms.get(key, ()))
         for item, key, row, (kind, dtype, shape, _) in zip(items, keys, rows, described, strict=True)
     ]
 

@@ -124,7 +124,8 @@ def read_metadata(opened: Opened, *, storage_meta: StorageMeta, whole: bool) -> 
 
 def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) -> TensorStorageMetadata:
     _, _, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes = entry
-    if fault := tiling_fault(size, offsets, sizes, whole=whole):
+    offsets, sizes = [tuple(o) for o in offsets], [tuple(s) for s in sizes]
+    if fault := tiling_fault(tuple(size), offsets, sizes, whole=whole):
         raise CorruptionError(f"{where}: {fqn!r}: {fault}")
     properties = TensorProperties(
         dtype=dtype_of(dtype),
@@ -132,7 +133,7 @@ def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) ->
         requires_grad=requires_grad,
         memory_format=_MEMORY_FORMAT_OF.get(memory_format, torch.contiguous_format),
         pin_memory=pin_memory,
-        strides=strides,
+        strides=None if strides is None else tuple(strides),
     )
     chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in zip(offsets, sizes, strict=True)]
     return TensorStorageMetadata(properties, torch.Size(size), chunks)

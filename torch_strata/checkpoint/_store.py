@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch_strata import _native
 from torch_strata.config import StorageConfig
@@ -19,8 +20,7 @@ def resolve_config(config: StorageConfig | None, storage_options: Mapping[str, s
         raise ConfigError(f"config: expected a StorageConfig, found a {type(config).__name__}")
     if storage_options is None:
         return base
-    values = {name: getattr(base, name) for name in base.__dataclass_fields__}
-    return StorageConfig(**{**values, "storage_options": {**base.storage_options, **storage_options}})
+    return replace(base, storage_options={**base.storage_options, **storage_options})
 
 
 def open_store(place: str | os.PathLike[str], config: StorageConfig) -> _native.Store:
@@ -61,4 +61,7 @@ def _url(place: str | os.PathLike[str]) -> str:
     url = os.fspath(place)
     if not isinstance(url, str) or not url:
         raise ConfigError(f"checkpoint place: expected a path or a URL, found {place!r}")
+    scheme, separator, _ = url.partition("://")
+    if separator and scheme not in _SCHEMES:
+        raise ConfigError(f"no store for the scheme {scheme!r} of {url!r}; known: {', '.join(sorted(_SCHEMES))}")
     return url

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StockItem", "StockMetadata", "check_object_path", "load_plain", "load_stock_metadata"]
 
-_DTYPE_NAME = re.compile(r"(bool|bits|b?float|complex|q?u?int)\w*")
+_DTYPE_NAME = re.compile(r"(bool|bits|b?float|b?complex|q?u?int)\w*")
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 # Written by Python 3.13, where pathlib is a package.
 _PATH_MODULES = ("pathlib", "pathlib._local")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch_strata.checkpoint._opened import open_checkpoint
 from torch_strata.checkpoint._store import open_store, resolve_config
 from torch_strata.config import StorageConfig
+from torch_strata.errors import CorruptionError, ObjectNotFoundError
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -61,16 +62,17 @@ def verify(
     """
     store = open_store(path, resolve_config(config, storage_options))
     opened = open_checkpoint(store, path, rank=rank)
-    if opened.native.is_stock:
-        # Looks at each item's own archive, which says where its payload is and what CRC it has.
-        opened.native.describe(range(len(opened.native.items())))
-    stats, problems = opened.native.verify()
+    try:
+        stats, problems = opened.native.verify()
+    except (CorruptionError, ObjectNotFoundError) as error:
+        # Of a stock checkpoint, whose items can only be found by reading them.
+        stats, problems = None, [str(error)]
     return VerifyReport(
         save_id=opened.save_id,
         objects=len(opened.native.objects()),
-        blocks=stats.blocks_verified,
-        read_bytes=stats.bytes_read,
-        unverified_bytes=stats.unverified_bytes,
+        blocks=stats.blocks_verified if stats else 0,
+        read_bytes=stats.bytes_read if stats else 0,
+        unverified_bytes=stats.unverified_bytes if stats else 0,
         problems=tuple(problems),
         warnings=tuple(opened.native.warnings),
     )

@@ -26,7 +26,7 @@ from torch_strata.checkpoint._store import is_place, open_store, resolve_config
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.staging import snapshot
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointExistsError, CorruptionError
+from torch_strata.errors import CheckpointError, CheckpointExistsError, CorruptionError, StorageError
 
 __all__ = ["SaveStats", "StrataWriter"]
 
@@ -212,19 +212,20 @@ class StrataWriter(StorageWriter):
         if base is None:
             raise CheckpointError("finish() was called on a rank that did not prepare a plan")
         records = [result.storage_data for rank_results in results for result in rank_results]
-        # A copy is pickled: DCP broadcasts `metadata` to all ranks afterwards, and the index need not travel.
-        stock = stock_pickle(
-            metadata,
-            _native.stock_entries(records),
-            checkpoint_id=self._place,
-            save_id=self._save_id,
-        )
+        placed = _native.stock_entries(records)
+        try:
+            # A copy is pickled: DCP broadcasts `metadata` to all ranks afterwards, and the index need not travel.
+            stock = stock_pickle(metadata, placed, checkpoint_id=self._place, save_id=self._save_id)
+            planner_data = encode_planner_data(metadata.planner_data)
+        except CheckpointError:
+            self._discard({entry[3] for entry in placed})
+            raise
         done = _native.commit(
             self._store(),
             base,
             records,
             entries_of(metadata),
-            planner_data=encode_planner_data(metadata.planner_data),
+            planner_data=planner_data,
             stock_metadata=stock,
             save_id=self._save_id,
             previous_save_id=_previous_save_id(base),
@@ -307,6 +308,14 @@ class StrataWriter(StorageWriter):
         metadata = read_metadata(opened, storage_meta=StorageMeta(), whole=rank is None)
         data = stock_pickle(metadata, opened.native.items(), checkpoint_id=self._place, save_id=opened.save_id)
         self._store().put(".metadata" if rank is None else f"__{rank}.metadata", data)
+
+    def _discard(self, names: set[str]) -> None:
+        """Remove the objects of a save that cannot be committed."""
+        for name in sorted(names):
+            try:
+                self._store().delete(name)
+            except StorageError as error:
+                _logger.warning("%s: cannot remove %s of a failed save: %s", os.fspath(self._place), name, error)
 
     def _note(self, done: _native.CommitStats, seconds: float) -> None:
         for warning in done.warnings:

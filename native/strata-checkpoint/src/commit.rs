@@ -157,8 +157,8 @@ async fn publish(
 
 /// Everything at the place, in the folders that we know.
 async fn list_all(store: &dyn Store) -> Result<Vec<ObjectInfo>> {
-    let mut listed = store.list("").await?;
-    for folder in [crate::manifest::FOLDER, crate::manifest::RANKS_FOLDER] {
+    let mut listed = Vec::new();
+    for folder in ["", crate::manifest::FOLDER, crate::manifest::RANKS_FOLDER] {
         match store.list(folder).await {
             Err(IoError::NotFound { .. }) => {}
             more => listed.extend(more?),

@@ -19,6 +19,7 @@ mod open;
 mod plan;
 mod record;
 mod save;
+mod plain;
 pub mod stock;
 mod verify;
 
@@ -28,6 +29,7 @@ pub use destination::Destination;
 pub use error::{Error, Result};
 pub use load::{ReadStats, TensorRead, VerifyMode, read};
 pub use open::{Checkpoint, Source, open};
+pub use plain::PlainTensor;
 pub use record::{RankRecord, StockEntry, stock_entries};
 pub use save::{SaveItem, write_items};
 pub use verify::verify;

@@ -4,6 +4,7 @@ mod columns;
 mod decode;
 mod encode;
 
+pub(crate) use columns::check_extent;
 pub use columns::{decode_items, encode_items};
 pub use decode::{DecodeError, decode};
 pub use encode::encode;

@@ -17,6 +17,8 @@ pub enum Source {
     Strata,
     /// Stock torch did: the content of `.metadata`, to be unpickled by the caller.
     Stock(Bytes),
+    /// Nobody: files of plain tensors that the caller has indexed, such as safetensors.
+    Plain,
 }
 
 /// A committed state, open for reading.

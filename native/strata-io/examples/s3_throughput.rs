@@ -61,8 +61,9 @@ fn report(direction: &str, part_bytes: u64, pairs: &[(f64, f64)]) {
 async fn pair(direction: &str, part_bytes: u64) -> Result<(f64, f64), Box<dyn std::error::Error + Send + Sync>> {
     let server = BenchServer::start(false)?;
     let part: Bytes = (0..part_bytes).map(|i| (i % 251) as u8).collect();
-    let client = reqwest::Client::builder().no_proxy().http1_only().build()?;
+    // First, because it decides on the TLS library for the process.
     let store = store(&server, part_bytes)?;
+    let client = reqwest::Client::builder().no_proxy().http1_only().build()?;
     // Both ends of both sides are warm: connections and, for reads, memory.
     plain_up(&client, &server, &part, AT_A_TIME as u64 * part_bytes).await?;
     up(&store, "warm", &part, (AT_A_TIME as u64 + 1) * part_bytes).await?;

@@ -35,7 +35,7 @@ pub struct IoConfig {
 /// `options` are the store's own settings, named as the `object_store` crate names them in lower case
 /// (`endpoint`, `region`, `allow_http`, …). What they leave open is read from the environment, now: for S3 the
 /// variables of the AWS SDKs, `AWS_PROFILE` and its files included. Keys beat profiles, options beat the
-/// environment. No request is made here.
+/// environment. No request is made here. The tests have no server for `gs://` and `az://`.
 ///
 /// # Errors
 /// [`Error::Config`] if the scheme or an option is unknown, or a value is unusable.

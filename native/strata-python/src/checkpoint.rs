@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use strata_checkpoint::geometry::{Box as Region, StridedCopy};
 use strata_checkpoint::item::{Item, TensorEntry};
-use strata_checkpoint::{self as core, Source, StockEntry, TensorRead, VerifyMode, container, stock};
+use strata_checkpoint::{self as core, PlainTensor, Source, StockEntry, TensorRead, VerifyMode, container, stock};
 use strata_io::schedule::ByteBudget;
 
 use crate::buffers::{Owners, destination};
@@ -79,15 +79,26 @@ impl Checkpoint {
         Ok(Self { store, budget, checkpoint: Mutex::new(Arc::new(checkpoint)) })
     }
 
+    #[staticmethod]
+    fn plain(store: &Store, tensors: Vec<(Vec<u8>, String, u64, u64, String, Vec<u64>)>) -> PyResult<Self> {
+        let (store, budget) = store.open()?;
+        let tensor = |(fqn, object, offset, bytes, dtype, shape)| {
+            PlainTensor { fqn, object, offset, bytes, dtype, shape }
+        };
+        let tensors = tensors.into_iter().map(tensor).collect();
+        let checkpoint = core::Checkpoint::plain(store.url(), tensors).map_err(to_py)?;
+        Ok(Self { store, budget, checkpoint: Mutex::new(Arc::new(checkpoint)) })
+    }
+
     #[getter]
     fn is_stock(&self) -> bool {
-        self.now().source != Source::Strata
+        matches!(self.now().source, Source::Stock(_))
     }
 
     #[getter]
     fn stock_metadata<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         match &self.now().source {
-            Source::Strata => None,
+            Source::Strata | Source::Plain => None,
             Source::Stock(bytes) => Some(PyBytes::new(py, bytes)),
         }
     }

@@ -91,6 +91,17 @@ impl Store {
         Ok(PyBytes::new(py, &bytes))
     }
 
+    fn read_range<'py>(&self, py: Python<'py>, name: String, start: u64, end: u64) -> PyResult<Bound<'py, PyBytes>> {
+        let (store, _) = self.open()?;
+        let bytes = wait(py, async move { store.read(&name, Some(start..end)).await.map_err(Error::from) })?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    fn size(&self, py: Python<'_>, name: String) -> PyResult<u64> {
+        let (store, _) = self.open()?;
+        wait(py, async move { store.size(&name).await.map_err(Error::from) })
+    }
+
     fn put(&self, py: Python<'_>, name: String, data: Vec<u8>) -> PyResult<()> {
         let (store, _) = self.open()?;
         wait(py, async move { store.put(&name, Bytes::from(data), PutMode::Overwrite).await.map_err(Error::from) })

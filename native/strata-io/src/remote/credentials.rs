@@ -1,4 +1,4 @@
-//! AWS credentials from wherever the SDKs find them: profiles, SSO, web identity, container, instance.
+//! AWS credentials from wherever the SDKs find them: profiles, credential processes, web identity, container, instance.
 //!
 //! `object_store` reads no profiles, so the SDK's own chain stands behind its interface. Keys are kept until
 //! shortly before they expire: a request signed with the last second of a key would be refused.

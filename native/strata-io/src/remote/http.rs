@@ -34,7 +34,8 @@ tokio::task_local! {
 const ERROR_BODY_BYTES: usize = 64 << 10;
 
 /// Request bodies are handed to the socket in pieces of this size, so that progress is seen while a large
-/// part is sent. Larger ones measured no faster.
+/// part is sent. Pieces of 4 MiB measured no faster
+/// (examples/s3_throughput.rs).
 const PIECE_BYTES: usize = 1 << 20;
 
 /// What one request carries besides what the crate sends, and what was seen of its answer.
