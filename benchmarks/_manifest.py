@@ -56,11 +56,12 @@ def run(args: argparse.Namespace, directory: Path, report: dict[str, Any]) -> No
             [record],
             entries,
             planner_data=b"",
-            stock_metadata=b"",
+            stock_metadata=save_id.encode(),  # all that a reader looks for in it
             save_id=save_id,
             previous_save_id="",
             rank=None,
-            generation=0,
+            world_size=1,
+                generation=0,
             run_root=None,
         ),
     )

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,9 @@ def found(place: Path, reader: Any) -> Found:
     except BaseException as error:
         failures = getattr(error, "failures", None)
         cause = next(iter(failures.values()))[0] if failures else error
-        return NOTHING if isinstance(cause, FileNotFoundError | CheckpointNotFoundError) else f"{cause!r}"
+        if isinstance(cause, CheckpointNotFoundError) or "metadata is None" in str(cause):  # ours, stock's
+            return NOTHING
+        return f"{cause!r}"
     step = out["opt"]["step"]
     return step if equal(out, state_of(step)) else f"a mix with step {step}"
 
@@ -107,7 +110,7 @@ def aftermath(place: Path) -> dict[str, Any]:
     return {"left": left, "after": after, "files": files}
 
 
-def sweep(_rank: int, folder: str, before: str, alone: bool, sampled: bool, config: StorageConfig) -> Any:
+def sweep(_rank: int, folder: str, before: str, alone: bool, config: StorageConfig) -> Any:
     """Every write of the save, and the aftermath of a kill after it."""
     place, origin = Path(folder, "c"), Path(folder, "before")
     in_child(BEFORE[before], origin)
@@ -124,13 +127,90 @@ def sweep(_rank: int, folder: str, before: str, alone: bool, sampled: bool, conf
     whole = killed(None)
     assert whole.exit_code == 0
     total = len(whole.writes)
-    numbers = range(total + 1)
-    if sampled:
-        numbers = sorted({*numbers[:3], *numbers[::7], *numbers[-14:]})
     results = []
-    for number in numbers:
+    for number in range(total + 1):
         ended = killed(number)
         last = ended.writes[-1] if ended.writes else "no write"
         assert ended.exit_code == (-9 if number <= len(ended.writes) else 0)
         results.append((f"killed after {number} of {total}: {last}", in_child(aftermath, place)))
     return whole.writes, results
+
+
+def check(results: Any, *, empty: bool) -> None:
+    """Old, then new from one write on: a later kill never brings the old state back."""
+    old = NOTHING if empty else 1
+    for reader in ("ours", "stock"):
+        steps = [(what, result["left"][reader]) for what, result in results]
+        turn = next((i for i, (_, step) in enumerate(steps) if step == 2), len(steps) - 1)
+        assert [*steps[:turn]] == [(what, old) for what, _ in steps[:turn]], f"{reader} before the commit"
+        assert [*steps[turn:]] == [(what, 2) for what, _ in steps[turn:]], f"{reader} from the commit on"
+    for what, result in results:
+        left, after, files = result["left"], result["after"], result["files"]
+        assert left["verify"] == ([NOTHING] if left["ours"] == NOTHING else []), what
+        assert after == {"ours": 3, "stock": 3, "verify": []}, what
+        # A directory is swept by the first write there: those of ranks by the next save without collectives.
+        files = [name for name in files if not name.startswith(".strata/ranks/.tmp-")]
+        kinds = [os.path.splitext(name)[1] or os.path.dirname(name) for name in files]
+        assert kinds == ["", ".strata", ".distcp"], (what, files)
+
+
+SAVES = [(before, alone) for before in BEFORE for alone in (False, True)]
+
+
+@pytest.mark.parametrize(("before", "alone"), SAVES)
+def test_a_kill_after_any_write_leaves_the_old_checkpoint_or_the_new_one(tmp_path, before, alone):
+    (result,) = run_ranks(tmp_path, 1, sweep, str(tmp_path), before, alone, ONE_BY_ONE)
+    writes, results = result
+    assert len(writes) >= 15 and len(results) == len(writes) + 1
+    check(results, empty=before == "nothing")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("before", "alone"), SAVES)
+def test_a_kill_among_writes_at_the_same_time_leaves_the_old_checkpoint_or_the_new_one(tmp_path, before, alone):
+    for _ in range(5):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        ((_, results),) = run_ranks(folder, 1, sweep, str(folder), before, alone, SEVERAL)
+        check(results, empty=before == "nothing")
+
+
+class OfRank:
+    """A writer or reader of one rank that saves and loads on its own, in this process."""
+
+    rank = 0
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **{**kwargs, "rank": self.rank})
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return super().read_metadata(*args, **({**kwargs, "rank": self.rank} if "rank" in kwargs else kwargs))
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **{**kwargs, "rank": self.rank})
+
+
+def of_rank(rank: int, kind: Any) -> Any:
+    return type(f"{kind.__name__}OfRank{rank}", (OfRank, kind), {"rank": rank})
+
+
+def save_alone(rank: int, step: int, place: Path) -> None:
+    writer = of_rank(rank, StrataWriter)(place, world_size=2)
+    dcp.save(state_of(step), storage_writer=writer, no_dist=True, use_collectives=False)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_ranks_on_their_own_have_saved_when_the_last_of_them_has(tmp_path, before):
+    """A kill of the whole job between the commits of two ranks: no rank may load another step than its neighbour."""
+    place = tmp_path / "c"
+    old = NOTHING if before == "nothing" else 1
+    if before == "a rank's":
+        save_alone(0, 1, place)
+        save_alone(1, 1, place)
+    else:
+        BEFORE[before](place)
+    save_alone(0, 2, place)
+    assert [found(place, of_rank(rank, StrataReader)) for rank in (0, 1)] == [old, old]
+    save_alone(1, 2, place)
+    assert [found(place, of_rank(rank, StrataReader)) for rank in (0, 1)] == [2, 2]
+    assert [found(place, of_rank(rank, FileSystemReader)) for rank in (0, 1)] == [2, 2]

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch_strata import _native
+from torch_strata.checkpoint._safetensors import open_safetensors
 from torch_strata.checkpoint._unpickle import load_stock_metadata
-from torch_strata.errors import CorruptionError
+from torch_strata.errors import CheckpointNotFoundError, CorruptionError
 
 if TYPE_CHECKING:
     from torch_strata._native import TensorEntry
@@ -44,7 +45,7 @@ class Opened:
 
 
 def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank: int | None) -> Opened:
-    """The newest committed state at a place.
+    """The newest committed state at a place; where nothing is committed, the safetensors files there.
 
     Args:
         store: The place's store.
@@ -56,8 +57,14 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
         CorruptionError: If an index is damaged or names objects elsewhere.
         StorageError: If the place cannot be reached.
     """
-    native = _native.Checkpoint.open(store, rank=rank)
     where = os.fspath(place)
+    try:
+        native = _native.Checkpoint.open(store, rank=rank)
+    except CheckpointNotFoundError:
+        found = open_safetensors(store, where) if rank is None else None
+        if found is None:
+            raise
+        return Opened(native=found[0], where=where, entries=found[1], save_id="")
     if not native.is_stock:
         return Opened(native=native, where=where, entries=native.entries(), save_id=native.save_id)
     data = native.stock_metadata

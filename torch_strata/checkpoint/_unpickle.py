@@ -19,6 +19,8 @@ __all__ = ["StockItem", "StockMetadata", "check_object_path", "load_plain", "loa
 
 _DTYPE_NAME = re.compile(r"(bool|bits|b?float|b?complex|q?u?int)\w*")
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+# Where torch 2.1, for one, kept what checkpoints say about tensors; every later torch still reads it.
+_OLDER_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
 # Written by Python 3.13, where pathlib is a package.
 _PATH_MODULES = ("pathlib", "pathlib._local")
 
@@ -40,12 +42,15 @@ _BAG_KINDS = {
     (_METADATA_MODULE, "Metadata"),
     (_METADATA_MODULE, "TensorStorageMetadata"),
     (_METADATA_MODULE, "TensorProperties"),
+    (_OLDER_MODULE, "TensorProperties"),
     (_METADATA_MODULE, "ChunkStorageMetadata"),
     (_METADATA_MODULE, "BytesStorageMetadata"),
     (_METADATA_MODULE, "MetadataIndex"),
     (_METADATA_MODULE, "StorageMeta"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
+
+_ENCODINGS = {(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (_OLDER_MODULE, "MEM_FORMAT_ENCODING")}
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class _Unpickler(pickle.Unpickler):
             return self._bags[module, name]
         if (module, name) == ("torch", "Size"):
             return lambda dims=(): _size(dims)
-        if (module, name) == (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"):
+        if (module, name) in _ENCODINGS:
             return lambda value: _encoding(value)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return lambda layout: _layout(layout)

@@ -4,6 +4,7 @@ Reads checkpoints of StrataWriter and of stock torch. Nothing is unpickled unche
 verified on every read.
 """
 
+import logging
 import os
 import re
 import time
@@ -28,7 +29,11 @@ from torch_strata.errors import CheckpointNotFoundError, ConfigError, ObjectNotF
 
 __all__ = ["ReadStats", "StrataReader"]
 
-_RANK_METADATA = re.compile(r"__\d+\.metadata")
+_logger = logging.getLogger(__name__)
+
+# A rank's manifest, then its index for stock: a save without collectives that was killed left only the manifest.
+_RANK_FOLDER = ".strata/ranks/"
+_RANK_INDEX = re.compile(rf"{re.escape(_RANK_FOLDER)}\d{{20}}\.\d+|__\d+\.metadata")
 
 
 class _UnreadMetadata(Metadata):
@@ -139,10 +144,10 @@ class StrataReader(StorageReader):
         rank = kwargs.get("rank")
         self._opened = None
         try:
-            self._opened = open_checkpoint(self._store(), self._place, rank=rank)
+            self._opened = self._open(rank)
             return self._metadata(self._opened, rank)
         except CheckpointNotFoundError as error:
-            if rank is None and self._has_rank_metadata():
+            if rank is None and self._has_rank_index():
                 raise
             return _UnreadMetadata(error)
         except StrataError as error:
@@ -194,15 +199,18 @@ class StrataReader(StorageReader):
         storage_meta = StorageMeta(self._place, opened.save_id or None, self._load_id)
         return read_metadata(opened, storage_meta=storage_meta, whole=rank is None)
 
-    def _has_rank_metadata(self) -> bool:
+    def _has_rank_index(self) -> bool:
         try:
-            names = self._store().list("")
+            listed = [*self._store().list(_RANK_FOLDER), *self._store().list("")]
         except StrataError:
             return False  # the error at hand says more
-        return any(_RANK_METADATA.fullmatch(name) for name, _ in names)
+        return any(_RANK_INDEX.fullmatch(name) for name, _ in listed)
 
     def _open(self, rank: int | None) -> Opened:
-        return open_checkpoint(self._store(), self._place, rank=rank)
+        opened = open_checkpoint(self._store(), self._place, rank=rank)
+        for warning in opened.native.warnings:
+            _logger.warning("%s", warning)
+        return opened
 
     def _store(self) -> _native.Store:
         if self._opened_store is None:

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use strata_io::{ObjectInfo, Store};
+use strata_io::{ObjectInfo, PendingUpload, Store, discard_upload};
 
 use crate::Result;
 use crate::manifest::{FOLDER, Manifest, ManifestName, decode};
@@ -12,15 +12,25 @@ use crate::open::{manifest_names, missing_ranks};
 /// Leases of readers: `.strata/leases/<expiry, Unix seconds, 20 digits>-<nonce>`.
 pub const LEASES_FOLDER: &str = ".strata/leases/";
 
-/// Removes what `listed`, taken before the commit of `manifest`, holds and nobody needs any more.
+/// What was at the place right before a commit: later writers' objects and uploads are not in here, and so are safe.
+pub(crate) struct Before {
+    pub listed: Vec<ObjectInfo>,
+    pub uploads: Vec<PendingUpload>,
+}
+
+/// Removes what was there `before` the commit of `manifest` and nobody needs any more.
 ///
-/// Returns the number of data objects removed. Later writers' objects are not in the list, and so are safe.
+/// Returns the number of data objects removed.
 pub(crate) async fn collect(
     store: &dyn Store,
     run_root: Option<&dyn Store>,
     manifest: &Manifest,
-    listed: &[ObjectInfo],
+    before: &Before,
 ) -> Result<u64> {
+    // Saves that were killed left these; those that still run began before this commit and cannot commit any more.
+    for upload in before.uploads.iter().filter(|upload| is_own_data(manifest, &upload.name)) {
+        discard_upload(store, upload).await?;
+    }
     if leased(store).await? {
         tracing::info!("{}: a reader holds a lease; superseded objects stay for now", store.url());
         return Ok(0);
@@ -32,12 +42,12 @@ pub(crate) async fn collect(
         }
     }
     let mut needed: HashSet<String> = manifest.objects.iter().map(|object| object.name.clone()).collect();
-    let mut doomed = superseded(manifest, listed, &needed);
+    let mut doomed = superseded(manifest, &before.listed, &needed);
     if let Some(run_root) = run_root
         && !doomed.is_empty()
     {
         needed.extend(referenced(store, run_root).await?);
-        doomed = superseded(manifest, listed, &needed);
+        doomed = superseded(manifest, &before.listed, &needed);
     }
     for name in &doomed {
         store.delete(name).await?;
@@ -53,21 +63,23 @@ fn superseded(manifest: &Manifest, listed: &[ObjectInfo], needed: &HashSet<Strin
             own && parsed.number < manifest.number
         })
     };
-    let is_data = |name: &str| match manifest.rank {
-        None => name.starts_with("__") && name.ends_with(".distcp"),
-        // The other ranks' objects are theirs; they may be in the middle of a save.
-        Some(rank) => name.starts_with(&format!("__{rank}_")) && name.ends_with(".distcp"),
-    };
     let is_metadata = |name: &str| match manifest.rank {
         None => name.starts_with("__") && name.ends_with(".metadata"),
         Some(_) => name == ".metadata",
     };
     let names = || listed.iter().map(|object| object.name.as_str());
-    let data = names().filter(|name| is_data(name) && !needed.contains(*name));
+    let data = names().filter(|name| is_own_data(manifest, name) && !needed.contains(*name));
     data.chain(names().filter(|name| is_metadata(name)))
         .chain(names().filter(|name| is_old_manifest(name)))
         .map(str::to_owned)
         .collect()
+}
+
+/// Whether a data object is for this manifest's writer to remove.
+fn is_own_data(manifest: &Manifest, name: &str) -> bool {
+    // The other ranks' objects are theirs; they may be in the middle of a save.
+    let owner = manifest.rank.map_or("__".to_owned(), |rank| format!("__{rank}_"));
+    name.starts_with(&owner) && name.ends_with(".distcp")
 }
 
 async fn leased(store: &dyn Store) -> Result<bool> {

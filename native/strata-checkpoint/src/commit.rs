@@ -6,13 +6,13 @@ use std::collections::HashMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use strata_io::{Error as IoError, ObjectInfo, PutMode, Store};
+use strata_io::{Error as IoError, ObjectInfo, PutMode, Store, pending_uploads};
 
 pub use self::merge::PromisedEntry;
 use self::merge::merge;
 use crate::base::{Base, newest_generation};
-use crate::collect::collect;
-use crate::manifest::{Manifest, ManifestName, decode, encode};
+use crate::collect::{Before, collect};
+use crate::manifest::{FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode, encode};
 use crate::open::metadata_name;
 use crate::record::RankRecord;
 use crate::{Error, Result};
@@ -71,10 +71,10 @@ pub async fn commit(store: &dyn Store, base: &Base, commit: Commit<'_>) -> Resul
     let written: Vec<String> =
         commit.records.iter().flat_map(|record| record.objects.iter().map(|object| object.name.clone())).collect();
     match publish(store, base, &commit).await {
-        Ok((mut stats, listed, manifest)) => {
+        Ok((mut stats, before, manifest)) => {
             let metadata = metadata_name(commit.rank);
             store.put(&metadata, commit.stock_metadata.clone(), PutMode::Overwrite).await?;
-            match collect(store, commit.run_root, &manifest, &listed).await {
+            match collect(store, commit.run_root, &manifest, &before).await {
                 Ok(collected) => stats.collected = collected,
                 // The checkpoint is committed: what stays behind is found again by the next save here.
                 Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
@@ -109,7 +109,7 @@ async fn publish(
     store: &dyn Store,
     base: &Base,
     commit: &Commit<'_>,
-) -> Result<(CommitStats, Vec<ObjectInfo>, Manifest), Failure> {
+) -> Result<(CommitStats, Before, Manifest), Failure> {
     let mut manifest = merge(&commit.records, &commit.entries)?;
     manifest.save_id.clone_from(&commit.save_id);
     manifest.previous_save_id.clone_from(&commit.previous_save_id);
@@ -120,8 +120,8 @@ async fn publish(
     manifest.rank = commit.rank;
     manifest.generation = commit.generation;
 
-    let listed = list_all(store).await?;
-    check_objects(store.url(), &manifest, &listed)?;
+    let before = look_around(store).await?;
+    check_objects(store.url(), &manifest, &before.listed)?;
     let fenced = store.honours_create().await?;
     let name = ManifestName { number: manifest.number, rank: commit.rank }.path();
     if !fenced && store.size(&name).await.is_ok() {
@@ -152,19 +152,24 @@ async fn publish(
         collected: 0,
         warnings,
     };
-    Ok((stats, listed, manifest))
+    Ok((stats, before, manifest))
 }
 
 /// Everything at the place, in the folders that we know.
-async fn list_all(store: &dyn Store) -> Result<Vec<ObjectInfo>> {
+async fn look_around(store: &dyn Store) -> Result<Before> {
     let mut listed = Vec::new();
-    for folder in ["", crate::manifest::FOLDER, crate::manifest::RANKS_FOLDER] {
-        match store.list(folder).await {
-            Err(IoError::NotFound { .. }) => {}
-            more => listed.extend(more?),
-        }
+    for folder in ["", FOLDER, RANKS_FOLDER] {
+        listed.extend(or_empty(store.list(folder).await)?);
     }
-    Ok(listed)
+    Ok(Before { listed, uploads: or_empty(pending_uploads(store).await)? })
+}
+
+/// A place or a folder that is not there holds nothing.
+fn or_empty<T>(listed: strata_io::Result<Vec<T>>) -> Result<Vec<T>> {
+    match listed {
+        Err(IoError::NotFound { .. }) => Ok(Vec::new()),
+        listed => Ok(listed?),
+    }
 }
 
 fn check_objects(url: &str, manifest: &Manifest, listed: &[ObjectInfo]) -> Result<()> {

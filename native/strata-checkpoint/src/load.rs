@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use strata_io::Store;
+use strata_io::digest::DigestKind;
 use strata_io::lent::LentMut;
 use strata_io::schedule::ByteBudget;
 use tokio::task::JoinSet;
@@ -14,8 +15,7 @@ use self::check::Checks;
 pub(crate) use self::check::verify_block;
 use crate::destination::{Destination, watch};
 use crate::geometry::{Box as Region, StridedCopy};
-use crate::item::Item;
-use crate::open::Checkpoint;
+use crate::open::{Checkpoint, Source};
 use crate::plan::{self, BlockRead, Request};
 use crate::{Error, Result, bounce};
 
@@ -131,6 +131,8 @@ async fn run(job: &Arc<Job>, budget: &ByteBudget, requests: Vec<Request>) -> Res
 /// Where the bytes of one block were read to.
 struct Landed {
     block: BlockRead,
+    /// Position among the request's targets.
+    target: usize,
     memory: LentMut,
     direct: bool,
 }
@@ -139,13 +141,45 @@ async fn read_request(job: Arc<Job>, request: Request) -> Result<()> {
     let object = &job.checkpoint.manifest.objects[request.object as usize];
     let (targets, landed, buffer) = place(&job, &request);
     let name = object_path(&job.checkpoint, request.object);
-    job.store.read_into(&name, request.range.clone(), targets).await.map_err(|error| named(error, object))?;
-    let check = move || {
-        let result = landed.iter().try_for_each(|landed| check_and_scatter(&job, landed));
-        buffer.into_iter().for_each(bounce::give);
-        result
+    let digests = job.store.read_digested(&name, request.range.clone(), targets, job.digest_kind()).await;
+    let digests = digests.map_err(|error| named(error, object))?;
+    for landed in &landed {
+        check(&job, &landed.block, digests[landed.target])?;
+    }
+    let Some(buffer) = buffer else { return Ok(()) };
+    let scatter = move || {
+        for Landed { block, memory, .. } in landed.iter().filter(|landed| !landed.direct) {
+            for index in &block.destinations {
+                job.stored[*index].1.scatter(block.payload.start, memory.as_slice());
+            }
+        }
+        bounce::give(buffer);
     };
-    tokio::task::spawn_blocking(check).await.expect("a check does not panic")
+    tokio::task::spawn_blocking(scatter).await.expect("a copy does not panic");
+    Ok(())
+}
+
+impl Job {
+    /// What the store takes on the way: the digest that there is to compare with.
+    fn digest_kind(&self) -> DigestKind {
+        match self.checkpoint.source {
+            Source::Strata => DigestKind::Xxh3,
+            Source::Stock(_) => DigestKind::Crc32,
+            Source::Plain => DigestKind::None,
+        }
+    }
+}
+
+fn check(job: &Job, block: &BlockRead, digest: u128) -> Result<()> {
+    let item = &job.checkpoint.manifest.items[block.row];
+    if item.digests.is_empty() {
+        job.checks.note_unverified(block, digest as u32);
+        return Ok(());
+    }
+    let object = || format!("{}/{}", job.store.url(), object_path(&job.checkpoint, item.object));
+    verify_block(item, block.block, digest, object)?;
+    job.checks.note_verified();
+    Ok(())
 }
 
 /// Path of an object relative to the checkpoint; one of a sibling goes through the run root, as stock follows it.
@@ -185,28 +219,10 @@ fn place(job: &Job, request: &Request) -> (Vec<LentMut>, Vec<Landed>, Option<Len
         }
         let is_direct = direct.is_some();
         let memory = direct.unwrap_or_else(|| cut(block.file.end - block.file.start));
-        landed.push(Landed { block: block.clone(), memory: watch(&memory), direct: is_direct });
+        let target = targets.len();
+        landed.push(Landed { block: block.clone(), target, memory: watch(&memory), direct: is_direct });
         targets.push(memory);
         at = block.file.end;
     }
     (targets, landed, buffer)
-}
-
-fn check_and_scatter(job: &Job, landed: &Landed) -> Result<()> {
-    let Landed { block, memory, direct } = landed;
-    let item: &Item = &job.checkpoint.manifest.items[block.row];
-    let bytes = memory.as_slice();
-    if item.digests.is_empty() {
-        job.checks.note_unverified(block, bytes);
-    } else {
-        let object = || format!("{}/{}", job.store.url(), object_path(&job.checkpoint, item.object));
-        verify_block(item, block.block, bytes, object)?;
-        job.checks.note_verified();
-    }
-    if !direct {
-        for index in &block.destinations {
-            job.stored[*index].1.scatter(block.payload.start, bytes);
-        }
-    }
-    Ok(())
 }

@@ -1,6 +1,6 @@
 //! Digests of blocks: CRC-32/ISO-HDLC (the zip descriptor's and S3's checksum) and XXH3-128 (ours).
 
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_128;
 
 /// Bytes of a payload that share one digest: the unit that is verified and, when damaged, named.
 pub const BLOCK_BYTES: u64 = 4 << 20;
@@ -19,7 +19,7 @@ pub struct BlockDigest {
 
 /// XXH3-128 of `bytes`.
 pub fn xxh3(bytes: &[u8]) -> u128 {
-    xxhash_rust::xxh3::xxh3_128(bytes)
+    XxHash3_128::oneshot(bytes)
 }
 
 /// CRC-32/ISO-HDLC of `bytes`.
@@ -34,14 +34,69 @@ pub fn crc32_combine(a: u32, b: u32, b_bytes: u64) -> u32 {
     whole.finalize()
 }
 
+/// Which digest is taken of bytes while they are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DigestKind {
+    /// None: the answer is 0.
+    None,
+    /// CRC-32/ISO-HDLC.
+    Crc32,
+    /// XXH3-128.
+    Xxh3,
+}
+
+/// One digest in the making.
+pub(crate) enum RunningDigest {
+    None,
+    Crc32(crc32fast::Hasher),
+    Xxh3(Box<XxHash3_128>),
+}
+
+impl RunningDigest {
+    pub(crate) fn new(kind: DigestKind) -> Self {
+        match kind {
+            DigestKind::None => Self::None,
+            DigestKind::Crc32 => Self::Crc32(crc32fast::Hasher::new()),
+            DigestKind::Xxh3 => Self::Xxh3(Box::new(XxHash3_128::new())),
+        }
+    }
+
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
+        match self {
+            Self::None => {}
+            Self::Crc32(crc) => crc.update(bytes),
+            Self::Xxh3(xxh3) => xxh3.write(bytes),
+        }
+    }
+
+    pub(crate) fn finish(self) -> u128 {
+        match self {
+            Self::None => 0,
+            Self::Crc32(crc) => crc.finalize().into(),
+            Self::Xxh3(xxh3) => xxh3.finish_128(),
+        }
+    }
+}
+
 /// Block digests and the CRC of a payload that arrives piece by piece.
-#[derive(Default)]
 pub struct Digester {
     blocks: Vec<BlockDigest>,
-    open: Xxh3,
+    open: XxHash3_128,
     open_crc: u32,
     open_bytes: u64,
     crc32: u32,
+}
+
+impl Default for Digester {
+    fn default() -> Self {
+        Self {
+            blocks: Vec::new(),
+            open: XxHash3_128::new(),
+            open_crc: 0,
+            open_bytes: 0,
+            crc32: 0,
+        }
+    }
 }
 
 impl Digester {
@@ -54,7 +109,7 @@ impl Digester {
             let mut crc = crc32fast::Hasher::new();
             for stride in head.chunks(STRIDE_BYTES) {
                 crc.update(stride);
-                self.open.update(stride);
+                self.open.write(stride);
             }
             let crc = crc.finalize();
             self.open_crc = crc32_combine(self.open_crc, crc, room as u64);
@@ -85,9 +140,9 @@ impl Digester {
         self.crc32 = self.crc32();
         self.blocks.push(BlockDigest {
             crc32: self.open_crc,
-            xxh3: self.open.digest128(),
+            xxh3: self.open.finish_128(),
         });
-        self.open.reset();
+        self.open = XxHash3_128::new();
         (self.open_crc, self.open_bytes) = (0, 0);
     }
 }

@@ -132,6 +132,12 @@ impl LentMut {
         head
     }
 
+    /// A second handle on the same memory, read only after the operation that takes the first one has succeeded.
+    pub(crate) fn landing(&self) -> Self {
+        // SAFETY: `read_digested` looks at it when the read that took the first handle has ended.
+        unsafe { self.alias() }
+    }
+
     /// A second handle on the same memory, for the verifier that runs after the read has ended.
     ///
     /// # Safety

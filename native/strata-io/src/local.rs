@@ -26,6 +26,7 @@ use tokio::sync::Semaphore;
 
 use self::publish::{Calls, Directories, is_stage};
 use self::transfer::{DIRECT_FROM_BYTES, OpenFile, PAGE_BYTES};
+use crate::digest::DigestKind;
 use crate::lent::LentMut;
 use crate::{Error, IoConfig, ObjectInfo, ObjectWriter, PutMode, Result, Store};
 
@@ -234,6 +235,20 @@ impl Store for LocalStore {
         });
         // All are waited for, also after an error: the caller has its memory back when we return.
         join_all(reads).await.into_iter().collect()
+    }
+
+    async fn read_digested(
+        &self,
+        name: &str,
+        range: Range<u64>,
+        targets: Vec<LentMut>,
+        kind: DigestKind,
+    ) -> Result<Vec<u128>> {
+        let path = self.shared.path(name)?;
+        let wanted = range.end - range.start;
+        self.shared
+            .run(move |shared| shared.open(&path, wanted)?.read_digested(targets, range.start, kind))
+            .await
     }
 
     async fn read(&self, name: &str, range: Option<Range<u64>>) -> Result<Bytes> {

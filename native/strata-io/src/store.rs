@@ -7,6 +7,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use crate::Result;
+use crate::digest::{DigestKind, RunningDigest};
 use crate::lent::LentMut;
 
 /// Whether a small write may replace what is there.
@@ -81,6 +82,26 @@ pub trait Store: Debug + Send + Sync {
     /// The memory goes back to the lender when the returned future ends or, if it is dropped before,
     /// when the last operation that can touch it has ended.
     async fn read_into(&self, name: &str, range: Range<u64>, targets: Vec<LentMut>) -> Result<()>;
+
+    /// As [`Store::read_into`], and takes a digest of what each target got: on the way, while it is in cache, where
+    /// the store can.
+    async fn read_digested(
+        &self,
+        name: &str,
+        range: Range<u64>,
+        targets: Vec<LentMut>,
+        kind: DigestKind,
+    ) -> Result<Vec<u128>> {
+        let landed: Vec<LentMut> = targets.iter().map(LentMut::landing).collect();
+        self.read_into(name, range, targets).await?;
+        let digest = move |memory: &LentMut| {
+            let mut digest = RunningDigest::new(kind);
+            digest.update(memory.as_slice());
+            digest.finish()
+        };
+        let digests = tokio::task::spawn_blocking(move || landed.iter().map(digest).collect());
+        Ok(digests.await.expect("a digest does not panic"))
+    }
 
     /// Reads `range` of `name`, or all of it.
     async fn read(&self, name: &str, range: Option<Range<u64>>) -> Result<Bytes>;

@@ -4,30 +4,30 @@ use std::collections::HashMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use strata_io::digest::{crc32, crc32_combine, xxh3};
+use strata_io::digest::crc32_combine;
 
 use crate::item::{Item, num_blocks};
 use crate::open::Checkpoint;
 use crate::plan::{BlockRead, block_range};
 use crate::{Error, Result};
 
-/// Compares one block of a payload with its XXH3-128; the CRC says nothing more.
+/// Compares the XXH3-128 of one block of a payload with what was written; the CRC says nothing more.
 ///
 /// # Errors
 /// [`Error::Checksum`].
-pub(crate) fn verify_block(item: &Item, block: u64, bytes: &[u8], object: impl Fn() -> String) -> Result<()> {
+pub(crate) fn verify_block(item: &Item, block: u64, found: u128, object: impl Fn() -> String) -> Result<()> {
     let expected = item.digests[block as usize].xxh3;
-    let found = xxh3(bytes);
     if found == expected {
         return Ok(());
     }
-    let start = item.payload_offset() + block_range(block, item.payload_bytes).start;
+    let range = block_range(block, item.payload_bytes);
+    let start = item.payload_offset() + range.start;
     Err(Error::Checksum {
         object: object(),
         expected: format!("xxh3 {expected:#034x}"),
         found: format!("{found:#034x}"),
         start,
-        end: start + bytes.len() as u64,
+        end: start + (range.end - range.start),
         fqn: item.name(),
     })
 }
@@ -44,8 +44,7 @@ impl Checks {
         self.verified.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub fn note_unverified(&self, block: &BlockRead, bytes: &[u8]) {
-        let crc = crc32(bytes);
+    pub fn note_unverified(&self, block: &BlockRead, crc: u32) {
         self.waiting.lock().expect("never poisoned").entry(block.row).or_default().push((block.block, crc));
     }
 

@@ -21,6 +21,7 @@ use rustix::fs::{AtFlags, OFlags, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 
 use super::failure;
+use crate::digest::{DigestKind, RunningDigest};
 use crate::lent::LentMut;
 use crate::{Error, Result};
 
@@ -29,6 +30,9 @@ pub(super) const PAGE_BYTES: u64 = 4096;
 
 /// Below this a copy costs little and a direct transfer is mostly waiting; a round figure, not tuned.
 pub(super) const DIRECT_FROM_BYTES: usize = 1 << 20;
+
+/// Fits in L2 beside what the copy from the page cache leaves there.
+const DIGEST_STRIDE_BYTES: usize = 256 << 10;
 
 /// Most slices one system call takes (IOV_MAX on Linux).
 const SLICES_A_CALL: usize = 1024;
@@ -207,6 +211,42 @@ impl OpenFile {
         self.read_pieces(pieces, offset, end)
     }
 
+    /// Fills all of `targets` from `offset` on, and takes the digest of each.
+    ///
+    /// What is in the page cache is digested stride by stride while it is in the processor's.
+    pub(super) fn read_digested(&self, targets: Vec<LentMut>, offset: u64, kind: DigestKind) -> Result<Vec<u128>> {
+        let end = offset + targets.iter().map(|target| target.len() as u64).sum::<u64>();
+        let mut at = offset;
+        let digest_of = |mut target: LentMut| {
+            let bytes = target.as_mut_slice();
+            let mut digest = RunningDigest::new(kind);
+            let mut done = 0;
+            while done < bytes.len() {
+                let stride = done..bytes.len().min(done + DIGEST_STRIDE_BYTES);
+                let mut pieces = VecDeque::from([&mut bytes[stride.clone()]]);
+                let cached = match self.is_direct() {
+                    true => self.read_cached(&mut pieces, at + done as u64),
+                    false => 0,
+                };
+                let fresh = match cached == stride.len() {
+                    true => stride,
+                    // On a device, one large read beats many small ones: all that is left at once.
+                    false if self.is_direct() => done..bytes.len(),
+                    false => stride,
+                };
+                if cached < fresh.len() {
+                    let rest = &mut bytes[done + cached..fresh.end];
+                    self.finish_read(VecDeque::from([rest]), at + (done + cached) as u64, end)?;
+                }
+                digest.update(&bytes[fresh.clone()]);
+                done = fresh.end;
+            }
+            at += bytes.len() as u64;
+            Ok(digest.finish())
+        };
+        targets.into_iter().map(digest_of).collect()
+    }
+
     /// Reads `range`, or all there is, into memory of its own.
     pub(super) fn read_fresh(&self, range: Option<Range<u64>>) -> Result<Bytes> {
         let size = self
@@ -236,6 +276,11 @@ impl OpenFile {
         if self.is_direct() {
             at += self.read_cached(&mut pieces, offset) as u64;
         }
+        self.finish_read(pieces, at, end)
+    }
+
+    /// Fills `pieces` from `at` on; `end` is where the whole read ends.
+    fn finish_read(&self, pieces: VecDeque<&mut [u8]>, at: u64, end: u64) -> Result<()> {
         self.transfer(pieces, at).map_err(|error| match error.kind() {
             io::ErrorKind::UnexpectedEof => {
                 self.too_short(end, self.buffered.metadata().map_or(0, |metadata| metadata.len()))
