@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._tiling import tiling_fault
 from torch_strata.checkpoint._unpickle import load_plain
@@ -97,6 +98,7 @@ def _entry(fqn: str, value: Any) -> "TensorEntry":
     )
 
 
+@gc_paused()
 def read_metadata(opened: Opened, *, storage_meta: StorageMeta, whole: bool) -> Metadata:
     """DCP's view of a stored checkpoint, checked: chunks tile their tensors, dtypes exist.
 
@@ -115,10 +117,10 @@ def read_metadata(opened: Opened, *, storage_meta: StorageMeta, whole: bool) -> 
         if fqn in state:
             raise CorruptionError(f"{where}: the key {fqn!r} is stored twice")
         state[fqn] = _tensor_metadata(fqn, entry, whole, where) if entry[1] else BytesStorageMetadata()
-    if opened.native.is_stock:
-        planner_data = opened.stock_planner_data
-    else:
+    if opened.written_by == "torch_strata":
         planner_data = decode_planner_data(opened.native.planner_data, where)
+    else:
+        planner_data = opened.foreign_planner_data
     return Metadata(state, planner_data=planner_data, storage_meta=storage_meta, version=_DCP_VERSION)
 
 

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch_strata import _native
+from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._safetensors import open_safetensors
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.errors import CheckpointNotFoundError, CorruptionError
@@ -26,7 +27,7 @@ class Opened:
         native: The Rust core's handle.
         where: The place, for messages.
         entries: One for each key of the state_dict.
-        stock_planner_data: What a stock `.metadata` holds; ours is in the manifest.
+        foreign_planner_data: The planner's data where there is no manifest of ours to hold it.
         transforms: Stream transforms of stock items that have any.
         save_id: Identity of the save; empty where stock left none.
     """
@@ -34,9 +35,16 @@ class Opened:
     native: _native.Checkpoint
     where: str
     entries: "Sequence[TensorEntry]"
-    stock_planner_data: Any = None
+    foreign_planner_data: Any = None
     transforms: Mapping[Key, tuple[str, ...]] = field(default_factory=dict)
     save_id: str
+
+    @property
+    def written_by(self) -> Literal["torch_strata", "stock torch", "safetensors"]:
+        """Whose index was read."""
+        if self.native.is_stock:
+            return "stock torch"
+        return "torch_strata" if self.native.number else "safetensors"
 
     def same_as(self, other: "Opened") -> bool:
         """Whether nothing was saved between the two openings."""
@@ -44,6 +52,7 @@ class Opened:
         return self.native.is_stock == other.native.is_stock and mine == theirs
 
 
+@gc_paused()
 def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank: int | None) -> Opened:
     """The newest committed state at a place; where nothing is committed, the safetensors files there.
 
@@ -64,7 +73,10 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
         found = open_safetensors(store, where) if rank is None else None
         if found is None:
             raise
-        return Opened(native=found[0], where=where, entries=found[1], save_id="")
+        native, entries = found
+        # Names with dots are names: each key is its own path.
+        flat = {name: (name,) for name in (entry[0].decode("utf-8", "surrogatepass") for entry in entries)}
+        return Opened(native=native, where=where, entries=entries, foreign_planner_data=flat, save_id="")
     if not native.is_stock:
         return Opened(native=native, where=where, entries=native.entries(), save_id=native.save_id)
     data = native.stock_metadata
@@ -80,7 +92,7 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
         native=native,
         where=where,
         entries=stock.entries,
-        stock_planner_data=stock.planner_data,
+        foreign_planner_data=stock.planner_data,
         transforms={row[:2]: item.transforms for row, item in zip(rows, stock.items, strict=True) if item.transforms},
         save_id=stock.save_id or "",
     )

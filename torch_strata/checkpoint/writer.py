@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_strata import _native
+from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._items import resolve_items
 from torch_strata.checkpoint._metadata import encode_planner_data, entries_of, read_metadata, stock_pickle
 from torch_strata.checkpoint._opened import open_checkpoint
@@ -199,6 +200,7 @@ class StrataWriter(StorageWriter):
         future.set_result([WriteResult(MetadataIndex(f"rank {rank}"), written, record)])
         return future
 
+    @gc_paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what the ranks wrote: the last step, after which the checkpoint is the new one.
 

@@ -101,7 +101,7 @@ def inspect_command(url: str, rank: int | None, config: StorageConfig, as_json: 
     native = opened.native
     head = {
         "url": url,
-        "written_by": "stock torch" if native.is_stock else "torch_strata",
+        "written_by": opened.written_by,
         "save_id": opened.save_id,
         "number": native.number,
         "world_size": native.world_size,

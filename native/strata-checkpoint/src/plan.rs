@@ -76,17 +76,23 @@ fn needed_blocks(items: &[Item], wanted: &[(usize, Destination)]) -> Vec<(u32, B
     }
     let mut blocks = Vec::new();
     for ((object, offset, bytes), (row, sharers)) in payloads {
-        let mut needed: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+        let mut needed: BTreeMap<u64, (Range<u64>, Vec<usize>)> = BTreeMap::new();
         for index in sharers {
             let range = wanted[index].1.source_range();
             for block in range.start / BLOCK_BYTES..range.end.div_ceil(BLOCK_BYTES) {
-                if wanted[index].1.needs(block_range(block, bytes)) {
-                    needed.entry(block).or_default().push(index);
+                let whole = block_range(block, bytes);
+                if wanted[index].1.needs(whole.clone()) {
+                    let part = range.start.max(whole.start)..range.end.min(whole.end);
+                    let (read, destinations) = needed.entry(block).or_insert((part.clone(), Vec::new()));
+                    *read = read.start.min(part.start)..read.end.max(part.end);
+                    destinations.push(index);
                 }
             }
         }
-        blocks.extend(needed.into_iter().map(|(block, destinations)| {
-            let payload = block_range(block, bytes);
+        let has_digest = !items[row].digests.is_empty() || items[row].whole_crc32.is_some();
+        blocks.extend(needed.into_iter().map(|(block, (part, destinations))| {
+            // A digest covers the whole block; where there is none, what is wanted suffices.
+            let payload = if has_digest { block_range(block, bytes) } else { part };
             let file = offset + payload.start..offset + payload.end;
             (object, BlockRead { row, block, payload, file, destinations })
         }));

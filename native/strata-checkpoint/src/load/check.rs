@@ -32,11 +32,18 @@ pub(crate) fn verify_block(item: &Item, block: u64, found: u128, object: impl Fn
     })
 }
 
+/// One block of a payload that has no digest of its own.
+struct Unsettled {
+    block: u64,
+    crc: u32,
+    bytes: u64,
+}
+
 /// What was checked so far. Stock items have only a CRC of the whole payload, so their blocks wait for each other.
 #[derive(Default)]
 pub(crate) struct Checks {
     verified: AtomicU64,
-    waiting: Mutex<HashMap<usize, Vec<(u64, u32)>>>,
+    waiting: Mutex<HashMap<usize, Vec<Unsettled>>>,
 }
 
 impl Checks {
@@ -45,7 +52,8 @@ impl Checks {
     }
 
     pub fn note_unverified(&self, block: &BlockRead, crc: u32) {
-        self.waiting.lock().expect("never poisoned").entry(block.row).or_default().push((block.block, crc));
+        let unsettled = Unsettled { block: block.block, crc, bytes: block.payload.end - block.payload.start };
+        self.waiting.lock().expect("never poisoned").entry(block.row).or_default().push(unsettled);
     }
 
     /// Compares the items that were read whole; returns verified blocks and unverified bytes.
@@ -54,15 +62,11 @@ impl Checks {
         let mut unverified = 0;
         for (row, mut blocks) in std::mem::take(&mut *self.waiting.lock().expect("never poisoned")) {
             let item = &checkpoint.manifest.items[row];
-            let bytes = |block: u64| {
-                let range = block_range(block, item.payload_bytes);
-                range.end - range.start
-            };
-            blocks.sort();
+            blocks.sort_by_key(|read| read.block);
             match item.whole_crc32.filter(|_| blocks.len() as u64 == num_blocks(item.payload_bytes)) {
-                None => unverified += blocks.iter().map(|(block, _)| bytes(*block)).sum::<u64>(),
+                None => unverified += blocks.iter().map(|read| read.bytes).sum::<u64>(),
                 Some(expected) => {
-                    let found = blocks.iter().fold(0, |crc, (block, next)| crc32_combine(crc, *next, bytes(*block)));
+                    let found = blocks.iter().fold(0, |crc, read| crc32_combine(crc, read.crc, read.bytes));
                     compare(item, expected, found, checkpoint, url)?;
                     verified += blocks.len() as u64;
                 }
