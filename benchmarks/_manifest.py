@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, directory: Path, report: dict[str, Any]) -> No
             previous_save_id="",
             rank=None,
             world_size=1,
-                generation=0,
+            generation=0,
             run_root=None,
         ),
     )

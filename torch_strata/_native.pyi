@@ -6,7 +6,27 @@ pickled value inside an object. A *row* is an item's position in the open checkp
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
+
+from torch_strata._types import TensorEntry
+
+__all__ = [
+    "BYTES",
+    "TENSOR",
+    "TORCH_SAVE",
+    "Base",
+    "Checkpoint",
+    "CommitStats",
+    "ReadStats",
+    "Store",
+    "__version__",
+    "claim_generation",
+    "commit",
+    "open_base",
+    "record_bytes",
+    "stock_entries",
+    "write_items",
+]
 
 __version__: str
 
@@ -15,6 +35,7 @@ TENSOR: int
 BYTES: int
 TORCH_SAVE: int
 
+@final
 class Store:
     """A place named by a URL. Opens nothing before its first use in a process, also after a fork.
 
@@ -44,6 +65,7 @@ class Store:
     def list(self, prefix: str) -> list[tuple[str, int]]: ...
     def delete(self, name: str) -> None: ...
 
+@final
 class Base:
     """What was at the place before a save: taken by the planning rank at its start, needed for the commit."""
 
@@ -103,23 +125,7 @@ def stock_entries(
 ) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]:
     """`(fqn, offsets, index, object, offset, length)` of every item, for `.metadata`'s storage_data."""
 
-# One entry of state_dict_metadata:
-# (fqn, is_tensor, dtype, size, strides or None, requires_grad, pin_memory, memory_format (the encoding's number),
-#  layout ("strided"), [chunk offsets], [chunk sizes]); only fqn and is_tensor=False matter for a pickled value.
-TensorEntry = tuple[
-    bytes,
-    bool,
-    str,
-    tuple[int, ...],
-    tuple[int, ...] | None,
-    bool,
-    bool,
-    int,
-    str,
-    list[tuple[int, ...]],
-    list[tuple[int, ...]],
-]
-
+@final
 class CommitStats:
     number: int
     fenced: bool
@@ -156,18 +162,20 @@ def commit(
         StaleGenerationError: If a newer run has claimed the run root.
     """
 
+@final
 class ReadStats:
     requests: int
     bytes_read: int
     blocks_verified: int
     unverified_bytes: int
 
+@final
 class Checkpoint:
     """A checkpoint that is open for reading."""
 
     @staticmethod
     def open(store: Store, *, rank: int | None) -> Checkpoint:
-        """The newest committed state at the place. `rank`: look at that rank's own manifest (saves without collectives).
+        """The newest committed state at the place. `rank`: that rank's own, of a save without collectives.
 
         Raises:
             CheckpointNotFoundError: If there is neither a manifest nor a `.metadata`.
@@ -206,8 +214,11 @@ class Checkpoint:
     def rows(self, keys: Sequence[tuple[bytes, tuple[int, ...] | None]]) -> list[int]:
         """Row of each `(fqn, offsets)`; -1 where nothing is stored under that key."""
     def describe(self, rows: Sequence[int]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
-        """`(kind, dtype, shape, strides)` as really stored. For stock items their heads and tails are read first;
-        a stock item that is not one plain tensor is reported as TORCH_SAVE (or BYTES as its metadata says)."""
+        """`(kind, dtype, shape, strides)` as really stored.
+
+        Heads and tails of stock items are read first; one that is not a plain tensor is reported as TORCH_SAVE, or as
+        BYTES where `.metadata` says so.
+        """
     def read(
         self,
         tensors: Sequence[

@@ -29,7 +29,7 @@ def text(field: int, value: str | bytes) -> bytes:
 
 
 def with_fields(manifest: bytes, fields: bytes) -> bytes:
-    """The manifest with more at the end of its header: of a single field the last value counts, a repeated one grows."""
+    """The manifest with more at its header's end: of a single field the last value counts, a repeated one grows."""
     magic, length = manifest[:8], struct.unpack_from("<I", manifest, 8)[0]
     header = manifest[PREAMBLE_BYTES : PREAMBLE_BYTES + length] + fields
     body = manifest[PREAMBLE_BYTES + length :]

@@ -177,6 +177,23 @@ def test_of_two_first_saves_at_once_one_commits_and_the_other_is_told(tmp_path):
     assert found(tmp_path / "c") == 2 and len(objects(tmp_path / "c")) == 1
 
 
+class FinishesLast(StrataWriter):
+    """Another writer commits, and collects our objects as it finds no manifest with them, after we have written."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        save_value(2.0, Path(self.checkpoint_id))
+        super().finish(metadata, results)
+
+
+def test_a_save_whose_objects_another_one_has_collected_is_told_of_that_one(tmp_path):
+    place = tmp_path / "c"
+    save_value(1.0, place)
+    state = {"w": torch.full((200_000,), 3.0), "n": 3.0}
+    error = failure_of(lambda: dcp.save(state, storage_writer=FinishesLast(place), no_dist=True))
+    assert isinstance(error, PreconditionError), error
+    assert found(place) == found(place, FileSystemReader) == 2 and len(objects(place)) == 1
+
+
 def save_many(rank: int, place: str, rounds: int) -> list[str]:
     outcomes = []
     for i in range(rounds):

@@ -4,6 +4,7 @@
 its N-th write; ptrace itself can, and needs nothing installed. https://man7.org/linux/man-pages/man2/ptrace.2.html
 """
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -165,10 +166,8 @@ class _Tracer:
             self._look(thread)
         # An event (a thread began) is ptrace's own; anything else is a signal that the child shall get.
         passed_on = 0 if sent == _SYSCALL_STOP or status >> 16 else sent
-        try:
+        with contextlib.suppress(ProcessLookupError):  # killed meanwhile
             self._ptrace(_CONT_SYSCALL, thread, None, passed_on)
-        except ProcessLookupError:
-            pass  # killed meanwhile
 
     def _look(self, thread: int) -> None:
         buffer = ctypes.create_string_buffer(88)  # struct ptrace_syscall_info

@@ -26,7 +26,7 @@ from torch_strata.checkpoint._unpickle import load_plain
 from torch_strata.errors import CheckpointError, CorruptionError
 
 if TYPE_CHECKING:
-    from torch_strata._native import TensorEntry
+    from torch_strata._types import TensorEntry
 
 __all__ = [
     "decode_planner_data",

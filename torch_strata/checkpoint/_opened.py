@@ -12,7 +12,7 @@ from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.errors import CheckpointNotFoundError, CorruptionError
 
 if TYPE_CHECKING:
-    from torch_strata._native import TensorEntry
+    from torch_strata._types import TensorEntry
 
 __all__ = ["Opened", "open_checkpoint"]
 

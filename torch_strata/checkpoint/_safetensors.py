@@ -17,7 +17,7 @@ from torch_strata.checkpoint._unpickle import check_object_path
 from torch_strata.errors import CheckpointError, CorruptionError, ManifestError, ObjectNotFoundError
 
 if TYPE_CHECKING:
-    from torch_strata._native import TensorEntry
+    from torch_strata._types import TensorEntry
 
 __all__ = ["INDEX_NAME", "PlainTensor", "open_safetensors", "parse_header", "parse_index"]
 

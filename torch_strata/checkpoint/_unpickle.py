@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch_strata.errors import CorruptionError
 
 if TYPE_CHECKING:
-    from torch_strata._native import TensorEntry
+    from torch_strata._types import TensorEntry
 
 __all__ = ["StockItem", "StockMetadata", "check_object_path", "load_plain", "load_stock_metadata"]
 

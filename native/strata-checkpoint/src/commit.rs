@@ -138,10 +138,8 @@ async fn publish(
 
     let mut warnings = Vec::new();
     if !fenced {
-        warnings.push(format!(
-            "{} ignores create-only writes: two saves to it at once are not kept apart",
-            store.url()
-        ));
+        warnings
+            .push(format!("{} ignores create-only writes: two saves to it at once are not kept apart", store.url()));
     }
     let stats = CommitStats {
         number: manifest.number,

@@ -55,7 +55,9 @@ impl Destination {
     pub fn direct(&self, range: Range<u64>) -> Option<LentMut> {
         let run = self.copy.run_over(range)?;
         // SAFETY: the run lies within the region, by the constructor's contract.
-        Some(unsafe { LentMut::new(self.first.offset(run.destination as isize), run.bytes as usize, self.lease.clone()) })
+        Some(unsafe {
+            LentMut::new(self.first.offset(run.destination as isize), run.bytes as usize, self.lease.clone())
+        })
     }
 
     /// Copies what is needed of `bytes`, which are the payload's from `start` on.

@@ -96,7 +96,9 @@ impl StridedCopy {
 
     /// The one run that holds all of `range`, if there is one.
     pub fn run_over(&self, range: Range<u64>) -> Option<Run> {
-        self.runs_in(range.clone()).next().filter(|run| run.source == range.start && run.bytes == range.end - range.start)
+        self.runs_in(range.clone())
+            .next()
+            .filter(|run| run.source == range.start && run.bytes == range.end - range.start)
     }
 
     /// Starts at the last run that begins at or before `offset`: source offsets rise with the index, because the

@@ -16,10 +16,10 @@ pub mod layout;
 mod load;
 pub mod manifest;
 mod open;
+mod plain;
 mod plan;
 mod record;
 mod save;
-mod plain;
 pub mod stock;
 mod verify;
 

@@ -87,8 +87,7 @@ pub async fn read(
 /// A destination that takes a payload as it is.
 fn whole(buffer: &mut LentMut) -> Destination {
     let bytes = buffer.len() as u64;
-    let region =
-        Region { source_strides: &[1], first: &[0], lengths: &[bytes], destination_strides: &[1] };
+    let region = Region { source_strides: &[1], first: &[0], lengths: &[bytes], destination_strides: &[1] };
     Destination::of_buffer(buffer, StridedCopy::new(region, 1))
 }
 

@@ -130,7 +130,9 @@ pub(crate) async fn manifest_names(store: &dyn Store, of_ranks: bool) -> Result<
 pub(crate) async fn complete_ranks(store: &dyn Store, number: u64) -> Result<Option<u32>> {
     let all = manifest_names(store, true).await?;
     for name in all.iter().rev().filter(|name| name.number > number && name.rank == Some(0)) {
-        let Ok(manifest) = decode(&store.read(&name.path(), None).await?) else { continue };
+        let Ok(manifest) = decode(&store.read(&name.path(), None).await?) else {
+            continue;
+        };
         if missing_ranks(&all, name.number, manifest.world_size).is_empty() {
             return Ok(Some(manifest.world_size));
         }

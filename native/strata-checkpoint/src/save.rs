@@ -109,10 +109,13 @@ struct Stored {
     items: Vec<SaveItem>,
 }
 
+/// What makes two tensors one: address, length, dtype, shape and strides.
+type Memory = (usize, usize, Arc<str>, Vec<u64>, Vec<u64>);
+
 /// Tensors with the same memory and geometry become one stored payload; the order of the plan is kept.
 fn plan_objects(items: Vec<SaveItem>, rank: u32, save_id: &str) -> Result<Vec<ObjectPlan>> {
     let mut plans: Vec<ObjectPlan> = Vec::new();
-    let mut known: HashMap<(usize, usize, Arc<str>, Vec<u64>, Vec<u64>), (usize, usize)> = HashMap::new();
+    let mut known: HashMap<Memory, (usize, usize)> = HashMap::new();
     let new_plan = |k: usize| ObjectPlan {
         name: format!("__{rank}_{k}.{save_id}.distcp"),
         segments: Vec::new(),
@@ -183,12 +186,7 @@ fn frame_of(item: &SaveItem, item_offset: u64) -> Result<Frame> {
     Frame::new(&spec, place).map_err(|error| Error::Plan(format!("{:?}: {error}", String::from_utf8_lossy(&item.fqn))))
 }
 
-async fn write_object(
-    store: &dyn Store,
-    budget: &ByteBudget,
-    plan: ObjectPlan,
-    record: &mut RankRecord,
-) -> Result<()> {
+async fn write_object(store: &dyn Store, budget: &ByteBudget, plan: ObjectPlan, record: &mut RankRecord) -> Result<()> {
     let writer = Arc::new(store.create(&plan.name, plan.size).await?);
     let plan = Arc::new(plan);
     let written = write_parts(store, budget, &plan, &writer).await;

@@ -75,12 +75,7 @@ struct Piece<'a> {
     problems: Vec<String>,
 }
 
-async fn check_piece<'a>(
-    store: &dyn Store,
-    checkpoint: &Checkpoint,
-    item: &'a Item,
-    payload: Range<u64>,
-) -> Piece<'a> {
+async fn check_piece<'a>(store: &dyn Store, checkpoint: &Checkpoint, item: &'a Item, payload: Range<u64>) -> Piece<'a> {
     let name = &checkpoint.manifest.objects[item.object as usize].name;
     let object = || format!("{}/{name}", store.url());
     let start = if payload.start == 0 { item.item_offset } else { item.payload_offset() + payload.start };
@@ -116,7 +111,9 @@ async fn check_piece<'a>(
         }
         let head = (payload.start == 0).then(|| bytes.slice(..at));
         let tail = is_last.then(|| bytes.slice(at + body.len()..));
-        piece.problems.extend(frame_problem(item, head, tail).map(|what| format!("{:?} in {}: {what}", item.name(), object())));
+        piece
+            .problems
+            .extend(frame_problem(item, head, tail).map(|what| format!("{:?} in {}: {what}", item.name(), object())));
     }
     piece
 }
@@ -132,9 +129,12 @@ fn frame_problem(item: &Item, head: Option<Bytes>, tail: Option<Bytes>) -> Optio
         strides: &item.strides,
         payload_bytes: item.payload_bytes,
     };
-    let align = if item.payload_bytes < layout::ALIGNED_PAYLOAD_BYTES { layout::ITEM_ALIGN } else { layout::DIRECT_ALIGN };
+    let align =
+        if item.payload_bytes < layout::ALIGNED_PAYLOAD_BYTES { layout::ITEM_ALIGN } else { layout::DIRECT_ALIGN };
     let place = Placement { item_offset: item.item_offset, align, residue: item.payload_offset() % align };
-    let Ok(frame) = Frame::new(&spec, place) else { return Some("its frame cannot be made") };
+    let Ok(frame) = Frame::new(&spec, place) else {
+        return Some("its frame cannot be made");
+    };
     let crc = item.digests.iter().enumerate().fold(0, |crc, (block, digest)| {
         let range = block_range(block as u64, item.payload_bytes);
         crc32_combine(crc, digest.crc32, range.end - range.start)
@@ -142,7 +142,8 @@ fn frame_problem(item: &Item, head: Option<Bytes>, tail: Option<Bytes>) -> Optio
     if head.is_some_and(|head| head != frame.prefix()) {
         return Some("the archive's head, which stock torch reads, is damaged");
     }
-    tail.is_some_and(|tail| tail != frame.suffix(crc)).then_some("the archive's tail, which stock torch reads, is damaged")
+    tail.is_some_and(|tail| tail != frame.suffix(crc))
+        .then_some("the archive's tail, which stock torch reads, is damaged")
 }
 
 fn inline_problem(item: &Item) -> Option<String> {

@@ -29,10 +29,7 @@ type Outcome = Result<(), Box<dyn std::error::Error + Send + Sync>>;
 #[tokio::main]
 async fn main() -> Outcome {
     let rounds: usize = std::env::args().nth(1).map_or(Ok(5), |text| text.parse())?;
-    println!(
-        "{:>10} {:>5} {:>10} {:>10}   ratio min / median / max",
-        "part", "", "plain", "ours"
-    );
+    println!("{:>10} {:>5} {:>10} {:>10}   ratio min / median / max", "part", "", "plain", "ours");
     for part_bytes in [8 << 20, 64 << 20] {
         for direction in ["up", "down"] {
             let mut pairs = Vec::new();
@@ -89,15 +86,8 @@ fn store(server: &BenchServer, part_bytes: u64) -> strata_io::Result<Arc<dyn Sto
         max_tries: 3,
         deadline: Duration::from_secs(60),
     };
-    let options = [
-        ("endpoint", server.endpoint()),
-        ("access_key_id", "k".into()),
-        ("secret_access_key", "s".into()),
-    ];
-    let options: BTreeMap<String, String> = options
-        .into_iter()
-        .map(|(name, value)| (name.to_owned(), value))
-        .collect();
+    let options = [("endpoint", server.endpoint()), ("access_key_id", "k".into()), ("secret_access_key", "s".into())];
+    let options: BTreeMap<String, String> = options.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
     open("s3://b/run", &options, &config)
 }
 
@@ -109,9 +99,7 @@ async fn timed(work: impl Future<Output = Outcome>) -> Result<f64, Box<dyn std::
 
 async fn plain_up(client: &reqwest::Client, server: &BenchServer, part: &Bytes, total: u64) -> Outcome {
     let put = |i: u64| {
-        let request = client
-            .put(format!("{}/b/plain-{i}", server.endpoint()))
-            .body(part.clone());
+        let request = client.put(format!("{}/b/plain-{i}", server.endpoint())).body(part.clone());
         tokio::spawn(async move { request.send().await?.error_for_status().map(drop) })
     };
     stream::iter(0..total / part.len() as u64)
@@ -126,18 +114,11 @@ async fn up(store: &Arc<dyn Store>, name: &str, part: &Bytes, total: u64) -> Out
     let crc32 = digest::crc32(part);
     let writer = Arc::new(store.create(name, total).await?);
     let put = |i: u64| {
-        let part = Part {
-            index: i as u32,
-            offset: i * part.len() as u64,
-            pieces: vec![part.clone()],
-            crc32,
-        };
+        let part = Part { index: i as u32, offset: i * part.len() as u64, pieces: vec![part.clone()], crc32 };
         let writer = writer.clone();
         tokio::spawn(async move { writer.write_part(part).await })
     };
-    let puts = stream::iter(0..total / part.len() as u64)
-        .map(put)
-        .buffer_unordered(AT_A_TIME);
+    let puts = stream::iter(0..total / part.len() as u64).map(put).buffer_unordered(AT_A_TIME);
     puts.map(|joined| Outcome::Ok(joined??)).try_collect::<()>().await?;
     Ok(Arc::into_inner(writer).expect("all parts are written").finish().await?)
 }
@@ -148,13 +129,7 @@ async fn plain_down(client: &reqwest::Client, url: &str, memory: &mut Vec<LentMu
         tokio::spawn(async move {
             for i in (lane..TOTAL_BYTES / part_bytes).step_by(AT_A_TIME) {
                 let range = format!("bytes={}-{}", i * part_bytes, (i + 1) * part_bytes - 1);
-                let mut body = client
-                    .get(&url)
-                    .header("range", range)
-                    .send()
-                    .await?
-                    .error_for_status()?
-                    .bytes_stream();
+                let mut body = client.get(&url).header("range", range).send().await?.error_for_status()?.bytes_stream();
                 let mut at = 0;
                 while let Some(bytes) = body.next().await.transpose()? {
                     target.as_mut_slice()[at..at + bytes.len()].copy_from_slice(&bytes);
@@ -177,9 +152,7 @@ async fn down(store: &Arc<dyn Store>, memory: &mut Vec<LentMut>, part_bytes: u64
             for i in (lane..TOTAL_BYTES / part_bytes).step_by(AT_A_TIME) {
                 // SAFETY: the store is done with its handle before the next one is made.
                 let own = unsafe { target.alias() };
-                store
-                    .read_into("large", i * part_bytes..(i + 1) * part_bytes, vec![own])
-                    .await?;
+                store.read_into("large", i * part_bytes..(i + 1) * part_bytes, vec![own]).await?;
             }
             Ok::<LentMut, strata_io::Error>(target)
         })

@@ -89,13 +89,7 @@ pub struct Digester {
 
 impl Default for Digester {
     fn default() -> Self {
-        Self {
-            blocks: Vec::new(),
-            open: XxHash3_128::new(),
-            open_crc: 0,
-            open_bytes: 0,
-            crc32: 0,
-        }
+        Self { blocks: Vec::new(), open: XxHash3_128::new(), open_crc: 0, open_bytes: 0, crc32: 0 }
     }
 }
 
@@ -138,10 +132,7 @@ impl Digester {
 
     fn close(&mut self) {
         self.crc32 = self.crc32();
-        self.blocks.push(BlockDigest {
-            crc32: self.open_crc,
-            xxh3: self.open.finish_128(),
-        });
+        self.blocks.push(BlockDigest { crc32: self.open_crc, xxh3: self.open.finish_128() });
         self.open = XxHash3_128::new();
         (self.open_crc, self.open_bytes) = (0, 0);
     }
@@ -163,14 +154,9 @@ mod tests {
 
     #[test]
     fn pieces_of_any_length_give_the_digests_of_the_blocks() {
-        let bytes: Vec<u8> = (0..BLOCK_BYTES as usize * 2 + 777)
-            .map(|i| (i * 7 % 256) as u8)
-            .collect();
+        let bytes: Vec<u8> = (0..BLOCK_BYTES as usize * 2 + 777).map(|i| (i * 7 % 256) as u8).collect();
         let expected: Vec<BlockDigest> = {
-            let digest = |block: &[u8]| BlockDigest {
-                crc32: crc32(block),
-                xxh3: xxh3(block),
-            };
+            let digest = |block: &[u8]| BlockDigest { crc32: crc32(block), xxh3: xxh3(block) };
             bytes.chunks(BLOCK_BYTES as usize).map(digest).collect()
         };
         for piece_bytes in [bytes.len(), 1 << 20, 3_333_333, BLOCK_BYTES as usize] {

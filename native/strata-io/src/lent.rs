@@ -19,11 +19,7 @@ pub unsafe fn lend(ptr: *const u8, len: usize, lease: Lease) -> Bytes {
     if len == 0 {
         return Bytes::new();
     }
-    Bytes::from_owner(Lent {
-        ptr,
-        len,
-        _lease: lease,
-    })
+    Bytes::from_owner(Lent { ptr, len, _lease: lease })
 }
 
 struct Lent {
@@ -78,14 +74,7 @@ impl LentMut {
     pub fn on_loan(len: usize) -> (Self, Loan) {
         let buffer = Arc::new(AlignedBuffer::new(len));
         // Arc<AlignedBuffer> frees the pages when the last piece is gone.
-        (
-            Self {
-                ptr: buffer.ptr,
-                len,
-                lease: buffer.clone(),
-            },
-            Loan { buffer, len },
-        )
+        (Self { ptr: buffer.ptr, len, lease: buffer.clone() }, Loan { buffer, len })
     }
 
     /// Length in bytes.
@@ -121,11 +110,7 @@ impl LentMut {
     /// If `at` is past the end.
     pub fn split_to(&mut self, at: usize) -> Self {
         assert!(at <= self.len, "split at {at} of {}", self.len);
-        let head = Self {
-            ptr: self.ptr,
-            len: at,
-            lease: self.lease.clone(),
-        };
+        let head = Self { ptr: self.ptr, len: at, lease: self.lease.clone() };
         // SAFETY: within the same allocation, checked above.
         self.ptr = unsafe { self.ptr.add(at) };
         self.len -= at;
@@ -143,11 +128,7 @@ impl LentMut {
     /// # Safety
     /// The caller never writes through one handle while the other is in use.
     pub unsafe fn alias(&self) -> Self {
-        Self {
-            ptr: self.ptr,
-            len: self.len,
-            lease: self.lease.clone(),
-        }
+        Self { ptr: self.ptr, len: self.len, lease: self.lease.clone() }
     }
 }
 
@@ -165,11 +146,7 @@ impl Loan {
     pub fn reclaim(self) -> Result<LentMut, Loan> {
         let Loan { buffer, len } = self;
         match Arc::try_unwrap(buffer) {
-            Ok(buffer) => Ok(LentMut {
-                ptr: buffer.ptr,
-                len,
-                lease: Arc::new(buffer),
-            }),
+            Ok(buffer) => Ok(LentMut { ptr: buffer.ptr, len, lease: Arc::new(buffer) }),
             Err(buffer) => Err(Loan { buffer, len }),
         }
     }

@@ -56,17 +56,8 @@ impl LocalStore {
     fn with_calls(url: &str, root: &Path, config: IoConfig, calls: Calls) -> LocalStore {
         let permits = Arc::new(Semaphore::new(config.max_concurrency.max(1)));
         let directories = Directories::default();
-        let shared = Shared {
-            root: root.to_owned(),
-            config,
-            permits,
-            directories,
-            calls,
-        };
-        LocalStore {
-            url: url.to_owned(),
-            shared: Arc::new(shared),
-        }
+        let shared = Shared { root: root.to_owned(), config, permits, directories, calls };
+        LocalStore { url: url.to_owned(), shared: Arc::new(shared) }
     }
 
     fn part_length(&self) -> u64 {
@@ -84,12 +75,7 @@ impl Shared {
         self: &Arc<Self>,
         work: impl FnOnce(&Shared) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let permit = self
-            .permits
-            .clone()
-            .acquire_owned()
-            .await
-            .expect("the semaphore is never closed");
+        let permit = self.permits.clone().acquire_owned().await.expect("the semaphore is never closed");
         let shared = self.clone();
         let task = tokio::task::spawn_blocking(move || {
             let done = work(&shared);
@@ -127,9 +113,7 @@ impl Shared {
         match prefix.strip_suffix('/') {
             None if prefix.is_empty() => Ok(self.root.clone()),
             Some(name) => self.path(name),
-            None => Err(Error::Config(format!(
-                "expected a prefix that is empty or ends in a slash, found {prefix:?}"
-            ))),
+            None => Err(Error::Config(format!("expected a prefix that is empty or ends in a slash, found {prefix:?}"))),
         }
     }
 
@@ -197,9 +181,7 @@ impl Store for LocalStore {
     async fn create(&self, name: &str, size: u64) -> Result<Box<dyn ObjectWriter>> {
         let path = self.shared.path(name)?;
         let keep = self.shared.clone();
-        self.shared
-            .run(move |_| Ok(Box::new(writer::LocalWriter::create(keep, path, size)?) as _))
-            .await
+        self.shared.run(move |_| Ok(Box::new(writer::LocalWriter::create(keep, path, size)?) as _)).await
     }
 
     async fn read_into(&self, name: &str, range: Range<u64>, targets: Vec<LentMut>) -> Result<()> {
@@ -207,19 +189,14 @@ impl Store for LocalStore {
         let wanted: u64 = targets.iter().map(|target| target.len() as u64).sum();
         if range.start > range.end || range.end - range.start != wanted {
             let path = path.display();
-            return Err(Error::Config(format!(
-                "{wanted} bytes of memory for bytes {range:?} of {path}"
-            )));
+            return Err(Error::Config(format!("{wanted} bytes of memory for bytes {range:?} of {path}")));
         }
         let mut batches = batches(range.start, targets, self.part_length());
         if batches.len() <= 1 {
             let Some((offset, targets)) = batches.pop() else {
                 return Ok(());
             };
-            return self
-                .shared
-                .run(move |shared| shared.open(&path, wanted)?.read(targets, offset))
-                .await;
+            return self.shared.run(move |shared| shared.open(&path, wanted)?.read(targets, offset)).await;
         }
         let file = Arc::new(self.shared.run(move |shared| shared.open(&path, wanted)).await?);
         let failed = Arc::new(AtomicBool::new(false));
@@ -229,8 +206,7 @@ impl Store for LocalStore {
                 if failed.load(Ordering::Relaxed) {
                     return Ok(()); // the error of another batch is the answer
                 }
-                file.read(targets, offset)
-                    .inspect_err(|_| failed.store(true, Ordering::Relaxed))
+                file.read(targets, offset).inspect_err(|_| failed.store(true, Ordering::Relaxed))
             })
         });
         // All are waited for, also after an error: the caller has its memory back when we return.
@@ -246,17 +222,13 @@ impl Store for LocalStore {
     ) -> Result<Vec<u128>> {
         let path = self.shared.path(name)?;
         let wanted = range.end - range.start;
-        self.shared
-            .run(move |shared| shared.open(&path, wanted)?.read_digested(targets, range.start, kind))
-            .await
+        self.shared.run(move |shared| shared.open(&path, wanted)?.read_digested(targets, range.start, kind)).await
     }
 
     async fn read(&self, name: &str, range: Option<Range<u64>>) -> Result<Bytes> {
         let path = self.shared.path(name)?;
         // Fresh memory: what it costs to map it is more than a direct read could save.
-        self.shared
-            .run(move |shared| shared.open(&path, 0)?.read_fresh(range))
-            .await
+        self.shared.run(move |shared| shared.open(&path, 0)?.read_fresh(range)).await
     }
 
     async fn size(&self, name: &str) -> Result<u64> {
@@ -279,22 +251,13 @@ impl Store for LocalStore {
         let prefix = prefix.to_owned();
         let entries = self.shared.run(move |shared| shared.entries(&prefix)).await?;
         let files = entries.into_iter().filter(|(_, metadata)| !metadata.is_dir());
-        Ok(files
-            .map(|(name, metadata)| ObjectInfo {
-                name,
-                size: metadata.len(),
-            })
-            .collect())
+        Ok(files.map(|(name, metadata)| ObjectInfo { name, size: metadata.len() }).collect())
     }
 
     async fn list_folders(&self, prefix: &str) -> Result<Vec<String>> {
         let prefix = prefix.to_owned();
         let entries = self.shared.run(move |shared| shared.entries(&prefix)).await?;
-        Ok(entries
-            .into_iter()
-            .filter(|(_, metadata)| metadata.is_dir())
-            .map(|(name, _)| name)
-            .collect())
+        Ok(entries.into_iter().filter(|(_, metadata)| metadata.is_dir()).map(|(name, _)| name).collect())
     }
 
     async fn delete(&self, name: &str) -> Result<()> {
@@ -322,11 +285,7 @@ fn batches(offset: u64, targets: Vec<LentMut>, batch_bytes: u64) -> Vec<(u64, Ve
                 batches.push((at, Vec::new()));
             }
             let room = (batch_bytes - at % batch_bytes).min(target.len() as u64);
-            batches
-                .last_mut()
-                .expect("pushed above")
-                .1
-                .push(target.split_to(room as usize));
+            batches.last_mut().expect("pushed above").1.push(target.split_to(room as usize));
             at += room;
         }
     }
@@ -337,20 +296,11 @@ fn batches(offset: u64, targets: Vec<LentMut>, batch_bytes: u64) -> Vec<(u64, Ve
 fn failure(operation: &'static str, path: &Path, error: io::Error) -> Error {
     let object = path.display().to_string();
     match error.kind() {
-        io::ErrorKind::NotFound => Error::NotFound {
-            object,
-            detail: String::new(),
-        },
+        io::ErrorKind::NotFound => Error::NotFound { object, detail: String::new() },
         io::ErrorKind::AlreadyExists => Error::AlreadyExists { object },
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Error::PermissionDenied {
-            object,
-            detail: format!("{operation}: {error}"),
-        },
-        _ => Error::Io {
-            operation,
-            object,
-            errno: error.raw_os_error(),
-            detail: error.to_string(),
-        },
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            Error::PermissionDenied { object, detail: format!("{operation}: {error}") }
+        }
+        _ => Error::Io { operation, object, errno: error.raw_os_error(), detail: error.to_string() },
     }
 }

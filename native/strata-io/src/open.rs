@@ -44,9 +44,7 @@ pub fn open(url: &str, options: &BTreeMap<String, String>, config: &IoConfig) ->
     if scheme == "file" {
         return match options.keys().next() {
             None => Ok(Arc::new(LocalStore::new(url, rest, config.clone()))),
-            Some(option) => Err(Error::Config(format!(
-                "no option {option:?} for local stores; there are none"
-            ))),
+            Some(option) => Err(Error::Config(format!("no option {option:?} for local stores; there are none"))),
         };
     }
     match remote::open::open(url, scheme, rest, options, config) {

@@ -84,15 +84,7 @@ impl RemoteStore {
     pub(crate) fn new(url: &str, root: &str, bucket: Bucket, config: &IoConfig) -> Self {
         let slots = Semaphore::new(config.max_concurrency.clamp(1, Semaphore::MAX_PERMITS));
         let (url, root) = (url.trim_end_matches('/').to_owned(), root.trim_matches('/').to_owned());
-        Self {
-            remote: Arc::new(Remote {
-                url,
-                root,
-                bucket,
-                config: config.clone(),
-                slots,
-            }),
-        }
+        Self { remote: Arc::new(Remote { url, root, bucket, config: config.clone(), slots }) }
     }
 }
 
@@ -143,10 +135,7 @@ impl Store for RemoteStore {
         let info = |meta: &object_store::ObjectMeta| {
             let name = names::name(root, &meta.location)?;
             // Consoles mark an empty folder by an object of its name, which the crate strips of its slash.
-            (name != prefix.trim_end_matches('/')).then(|| ObjectInfo {
-                name: name.to_owned(),
-                size: meta.size,
-            })
+            (name != prefix.trim_end_matches('/')).then(|| ObjectInfo { name: name.to_owned(), size: meta.size })
         };
         let mut infos: Vec<ObjectInfo> = listed.objects.iter().filter_map(info).collect();
         infos.sort_by(|a, b| a.name.cmp(&b.name));
@@ -174,10 +163,7 @@ impl Store for RemoteStore {
             return Ok(honoured);
         }
         let honoured = self.remote.probe_create().await?;
-        PROBED
-            .lock()
-            .expect("no panic while held")
-            .insert(identity.clone(), honoured);
+        PROBED.lock().expect("no panic while held").insert(identity.clone(), honoured);
         Ok(honoured)
     }
 
@@ -192,17 +178,11 @@ impl Remote {
     }
 
     fn policy(&self) -> Policy {
-        Policy {
-            max_tries: self.config.max_tries,
-            deadline: self.config.deadline,
-        }
+        Policy { max_tries: self.config.max_tries, deadline: self.config.deadline }
     }
 
     fn part_bytes(&self, object_bytes: u64) -> u64 {
-        self.bucket
-            .abilities
-            .limits
-            .part_bytes(object_bytes, self.config.part_bytes)
+        self.bucket.abilities.limits.part_bytes(object_bytes, self.config.part_bytes)
     }
 
     /// The half that writes in parts.
@@ -244,10 +224,7 @@ impl Remote {
     {
         let mut retry = Retry::start(self.policy(), doing.operation, doing.object);
         loop {
-            match retry
-                .attempt(&self.slots, self.request(doing, headers.clone(), request()))
-                .await
-            {
+            match retry.attempt(&self.slots, self.request(doing, headers.clone(), request())).await {
                 Ok(answer) => return Ok(answer),
                 Err(failure) => retry.pause(failure).await?,
             }
@@ -261,13 +238,8 @@ impl Remote {
 
     async fn put_payload(&self, name: &str, payload: PutPayload, headers: Headers) -> Result<()> {
         let (object, key) = (self.object(name), names::key(&self.root, name)?);
-        let doing = Doing {
-            operation: "write",
-            object: &object,
-        };
-        self.retried(doing, headers, || self.bucket.objects.put(&key, payload.clone()))
-            .await
-            .map(|_| ())
+        let doing = Doing { operation: "write", object: &object };
+        self.retried(doing, headers, || self.bucket.objects.put(&key, payload.clone())).await.map(|_| ())
     }
 
     /// A create-only put. After any failure the object is read back: a lost answer hides a success, and a
@@ -300,24 +272,13 @@ impl Remote {
         let headers = self.crc_header(crate::digest::crc32(bytes));
         let (payload, mode) = (PutPayload::from_bytes(bytes.clone()), object_store::PutMode::Create);
         let put = self.bucket.objects.put_opts(&key, payload, mode.into());
-        self.request(
-            Doing {
-                operation: "create",
-                object: &object,
-            },
-            headers,
-            put,
-        )
-        .await
-        .map(|_| ())
+        self.request(Doing { operation: "create", object: &object }, headers, put).await.map(|_| ())
     }
 
     /// For stores that know no create-only put: [`Store::honours_create`] says so, and races are not noticed.
     async fn put_unless_seen(&self, name: &str, bytes: Bytes) -> Result<()> {
         match self.head_size(name).await {
-            Ok(_) => Err(Error::AlreadyExists {
-                object: self.object(name),
-            }),
+            Ok(_) => Err(Error::AlreadyExists { object: self.object(name) }),
             Err(Error::NotFound { .. }) => self.put(name, bytes).await,
             Err(error) => Err(error),
         }
@@ -329,10 +290,7 @@ impl Remote {
         let object = self.object(&name);
         let mut retry = Retry::start(self.policy(), "create", &object);
         let honoured = loop {
-            match retry
-                .attempt(&self.slots, self.create_once(&name, &Bytes::from_static(b"second")))
-                .await
-            {
+            match retry.attempt(&self.slots, self.create_once(&name, &Bytes::from_static(b"second"))).await {
                 Ok(()) => break Ok(false),
                 Err(Failure::Final(Error::AlreadyExists { .. })) => break Ok(true),
                 Err(failure) if is_unsupported(&failure) => break Ok(false),
@@ -351,38 +309,21 @@ impl Remote {
 
     async fn head_size(&self, name: &str) -> Result<u64> {
         let (object, key) = (self.object(name), names::key(&self.root, name)?);
-        let doing = Doing {
-            operation: "stat",
-            object: &object,
-        };
-        self.retried(doing, Headers::new(), || self.bucket.objects.head(&key))
-            .await
-            .map(|meta| meta.size)
+        let doing = Doing { operation: "stat", object: &object };
+        self.retried(doing, Headers::new(), || self.bucket.objects.head(&key)).await.map(|meta| meta.size)
     }
 
     async fn list(&self, prefix: &str) -> Result<object_store::ListResult> {
         let (object, key) = (self.object(prefix), names::folder_key(&self.root, prefix)?);
-        let doing = Doing {
-            operation: "list",
-            object: &object,
-        };
+        let doing = Doing { operation: "list", object: &object };
         let key = (!key.as_ref().is_empty()).then_some(key);
-        self.retried(doing, Headers::new(), || {
-            self.bucket.objects.list_with_delimiter(key.as_ref())
-        })
-        .await
+        self.retried(doing, Headers::new(), || self.bucket.objects.list_with_delimiter(key.as_ref())).await
     }
 
     async fn delete(&self, name: &str) -> Result<()> {
         let (object, key) = (self.object(name), names::key(&self.root, name)?);
-        let doing = Doing {
-            operation: "delete",
-            object: &object,
-        };
-        match self
-            .retried(doing, Headers::new(), || self.bucket.objects.delete(&key))
-            .await
-        {
+        let doing = Doing { operation: "delete", object: &object };
+        match self.retried(doing, Headers::new(), || self.bucket.objects.delete(&key)).await {
             // Only a missing bucket comes with a detail.
             Err(Error::NotFound { detail, .. }) if detail.is_empty() => Ok(()),
             ended => ended,
@@ -392,14 +333,8 @@ impl Remote {
     async fn abort_upload(&self, name: &str, upload_id: &str) -> Result<()> {
         let (object, key) = (self.object(name), names::key(&self.root, name)?);
         let (parts, id) = (self.uploads("abort", name)?, upload_id.to_owned());
-        let doing = Doing {
-            operation: "abort",
-            object: &object,
-        };
-        match self
-            .retried(doing, Headers::new(), || parts.abort_multipart(&key, &id))
-            .await
-        {
+        let doing = Doing { operation: "abort", object: &object };
+        match self.retried(doing, Headers::new(), || parts.abort_multipart(&key, &id)).await {
             // Finished or aborted before.
             Err(Error::NotFound { .. }) => Ok(()),
             ended => ended,
@@ -409,13 +344,7 @@ impl Remote {
 
 /// Whether the store knows no such request.
 fn is_unsupported(failure: &Failure) -> bool {
-    matches!(
-        failure,
-        Failure::Final(Error::Io {
-            errno: Some(libc::ENOSYS),
-            ..
-        })
-    )
+    matches!(failure, Failure::Final(Error::Io { errno: Some(libc::ENOSYS), .. }))
 }
 
 impl fmt::Debug for Remote {

@@ -33,10 +33,7 @@ pub(crate) enum Failure {
 impl Failure {
     /// A failure worth another try, with no wait asked for.
     pub(crate) fn again(detail: impl Into<String>) -> Self {
-        Self::Again {
-            detail: detail.into(),
-            after: None,
-        }
+        Self::Again { detail: detail.into(), after: None }
     }
 }
 
@@ -63,14 +60,7 @@ pub(crate) struct Retry<'a> {
 impl<'a> Retry<'a> {
     /// Starts the clock. `operation` is a verb, `object` a URL; both are for the message.
     pub(crate) fn start(policy: Policy, operation: &'static str, object: &'a str) -> Self {
-        Self {
-            policy,
-            operation,
-            object,
-            began: Instant::now(),
-            tries: 0,
-            since_progress: 0,
-        }
+        Self { policy, operation, object, began: Instant::now(), tries: 0, since_progress: 0 }
     }
 
     /// Runs one try when a slot is free, cut off at the deadline. Waiting for the slot costs no time.
@@ -85,10 +75,7 @@ impl<'a> Retry<'a> {
         let left = self.policy.deadline.saturating_sub(self.began.elapsed());
         match tokio::time::timeout(left, try_once).await {
             Ok(ended) => ended,
-            Err(_) => Err(Failure::again(format!(
-                "no answer within the deadline of {:?}",
-                self.policy.deadline
-            ))),
+            Err(_) => Err(Failure::again(format!("no answer within the deadline of {:?}", self.policy.deadline))),
         }
     }
 
@@ -108,9 +95,7 @@ impl<'a> Retry<'a> {
         };
         self.tries += 1;
         self.since_progress += 1;
-        let wait = longest_wait(self.since_progress)
-            .mul_f64(rand::random())
-            .max(after.unwrap_or_default());
+        let wait = longest_wait(self.since_progress).mul_f64(rand::random()).max(after.unwrap_or_default());
         let elapsed = self.began.elapsed();
         if self.since_progress >= self.policy.max_tries || elapsed + wait >= self.policy.deadline {
             return Err(Error::Exhausted {
@@ -121,13 +106,7 @@ impl<'a> Retry<'a> {
                 detail,
             });
         }
-        tracing::info!(
-            object = self.object,
-            tries = self.tries,
-            wait_s = wait.as_secs_f64(),
-            detail,
-            "trying again"
-        );
+        tracing::info!(object = self.object, tries = self.tries, wait_s = wait.as_secs_f64(), detail, "trying again");
         tokio::time::sleep(wait).await;
         Ok(())
     }
@@ -144,74 +123,35 @@ mod tests {
 
     #[test]
     fn waits_double_up_to_the_longest() {
-        let waits: Vec<u128> = [1, 2, 3, 8, 9, 40]
-            .iter()
-            .map(|&n| longest_wait(n).as_millis())
-            .collect();
+        let waits: Vec<u128> = [1, 2, 3, 8, 9, 40].iter().map(|&n| longest_wait(n).as_millis()).collect();
         assert_eq!(waits, [100, 200, 400, 12_800, 20_000, 20_000]);
     }
 
     #[tokio::test(start_paused = true)]
     async fn the_wait_a_store_asks_for_is_kept() {
-        let mut retry = Retry::start(
-            Policy {
-                max_tries: 3,
-                deadline: Duration::from_secs(60),
-            },
-            "read",
-            "s3://b/k",
-        );
+        let mut retry = Retry::start(Policy { max_tries: 3, deadline: Duration::from_secs(60) }, "read", "s3://b/k");
         let began = tokio::time::Instant::now();
         let asked = Some(Duration::from_secs(7));
-        retry
-            .pause(Failure::Again {
-                detail: "503".into(),
-                after: asked,
-            })
-            .await
-            .unwrap();
+        retry.pause(Failure::Again { detail: "503".into(), after: asked }).await.unwrap();
         assert!(began.elapsed() >= Duration::from_secs(7));
     }
 
     #[tokio::test(start_paused = true)]
     async fn tries_end_at_the_limit_and_are_reported() {
-        let mut retry = Retry::start(
-            Policy {
-                max_tries: 2,
-                deadline: Duration::from_secs(60),
-            },
-            "read",
-            "s3://b/k",
-        );
+        let mut retry = Retry::start(Policy { max_tries: 2, deadline: Duration::from_secs(60) }, "read", "s3://b/k");
         retry.pause(Failure::again("reset")).await.unwrap();
         let error = retry.pause(Failure::again("reset again")).await.unwrap_err();
-        assert!(
-            matches!(&error, Error::Exhausted { tries: 2, detail, .. } if detail == "reset again"),
-            "{error}"
-        );
+        assert!(matches!(&error, Error::Exhausted { tries: 2, detail, .. } if detail == "reset again"), "{error}");
     }
 
     #[tokio::test(start_paused = true)]
     async fn progress_renews_the_tries_but_not_the_deadline() {
-        let mut retry = Retry::start(
-            Policy {
-                max_tries: 2,
-                deadline: Duration::from_secs(60),
-            },
-            "read",
-            "s3://b/k",
-        );
+        let mut retry = Retry::start(Policy { max_tries: 2, deadline: Duration::from_secs(60) }, "read", "s3://b/k");
         for _ in 0..5 {
             retry.pause(Failure::again("cut")).await.unwrap();
             retry.progressed();
         }
-        let late = Failure::Again {
-            detail: "cut".into(),
-            after: Some(Duration::from_secs(61)),
-        };
-        assert!(matches!(
-            retry.pause(late).await,
-            Err(Error::Exhausted { tries: 6, .. })
-        ));
+        let late = Failure::Again { detail: "cut".into(), after: Some(Duration::from_secs(61)) };
+        assert!(matches!(retry.pause(late).await, Err(Error::Exhausted { tries: 6, .. })));
     }
 }

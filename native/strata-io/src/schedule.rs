@@ -17,13 +17,8 @@ pub struct ByteBudget {
 impl ByteBudget {
     /// A budget of `bytes`.
     pub fn new(bytes: u64) -> Self {
-        let total = bytes
-            .div_ceil(PERMIT_BYTES)
-            .clamp(1, (Semaphore::MAX_PERMITS as u64).min(u32::MAX as u64)) as u32;
-        Self {
-            permits: Arc::new(Semaphore::new(total as usize)),
-            total,
-        }
+        let total = bytes.div_ceil(PERMIT_BYTES).clamp(1, (Semaphore::MAX_PERMITS as u64).min(u32::MAX as u64)) as u32;
+        Self { permits: Arc::new(Semaphore::new(total as usize)), total }
     }
 
     /// Waits until `bytes` are free, and holds them until the permit is dropped.
@@ -34,11 +29,7 @@ impl ByteBudget {
     /// A dropped wait takes nothing.
     pub async fn take(&self, bytes: u64) -> OwnedSemaphorePermit {
         let wanted = bytes.div_ceil(PERMIT_BYTES).min(self.total as u64) as u32;
-        self.permits
-            .clone()
-            .acquire_many_owned(wanted)
-            .await
-            .expect("the budget is never closed")
+        self.permits.clone().acquire_many_owned(wanted).await.expect("the budget is never closed")
     }
 }
 
@@ -55,22 +46,14 @@ pub struct PartLimits {
 
 impl PartLimits {
     /// S3 and what speaks like it: <https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html>.
-    pub const S3: Self = Self {
-        min_bytes: 5 << 20,
-        max_bytes: 5 << 30,
-        max_parts: 10_000,
-    };
+    pub const S3: Self = Self { min_bytes: 5 << 20, max_bytes: 5 << 30, max_parts: 10_000 };
 
     /// Size of the parts of an object of `object_bytes`: `wanted_bytes`, moved into the limits.
     pub fn part_bytes(&self, object_bytes: u64, wanted_bytes: u64) -> u64 {
         const MIB: u64 = 1 << 20;
         let needed = object_bytes.div_ceil(self.max_parts);
         // Whole MiB, so that blocks and parts keep common boundaries; a wish that suffices stays as it is.
-        let raised = if needed > wanted_bytes {
-            needed.next_multiple_of(MIB)
-        } else {
-            wanted_bytes
-        };
+        let raised = if needed > wanted_bytes { needed.next_multiple_of(MIB) } else { wanted_bytes };
         raised.clamp(self.min_bytes, self.max_bytes)
     }
 }

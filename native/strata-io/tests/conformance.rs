@@ -19,10 +19,7 @@ struct Place {
 
 impl Place {
     fn new(store: Arc<dyn Store>) -> Self {
-        Self {
-            store,
-            _directory: None,
-        }
+        Self { store, _directory: None }
     }
 }
 
@@ -31,20 +28,13 @@ async fn local() -> Place {
     let root = directory.path().join("run");
     std::fs::create_dir(&root).unwrap();
     let store = support::store(root.to_str().unwrap(), &[], &config());
-    Place {
-        store,
-        _directory: Some(directory),
-    }
+    Place { store, _directory: Some(directory) }
 }
 
 async fn memory() -> Place {
     let mut config = config();
     config.part_bytes = 1 << 20;
-    Place::new(support::store(
-        &format!("memory://{}/run", servers::fresh("m")),
-        &[],
-        &config,
-    ))
+    Place::new(support::store(&format!("memory://{}/run", servers::fresh("m")), &[], &config))
 }
 
 async fn moto() -> Place {
@@ -68,11 +58,7 @@ async fn counting() -> Place {
 }
 
 async fn slow() -> Place {
-    Place::new(Arc::new(SlowStore::delaying(
-        memory().await.store,
-        Duration::from_micros(50),
-        1e12,
-    )))
+    Place::new(Arc::new(SlowStore::delaying(memory().await.store, Duration::from_micros(50), 1e12)))
 }
 
 async fn faulty() -> Place {
@@ -117,44 +103,14 @@ macro_rules! all_promises {
 }
 
 all_promises!(local, of_racing_creators_one_wins);
-all_promises!(
-    memory,
-    of_racing_creators_one_wins,
-    nothing_is_seen_before_the_end,
-    a_dropped_object_leaves_nothing
-);
-all_promises!(
-    moto,
-    of_racing_creators_one_wins,
-    nothing_is_seen_before_the_end,
-    a_dropped_object_leaves_nothing
-);
+all_promises!(memory, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
+all_promises!(moto, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
 // Its create-only puts are not atomic, so no races here.
 all_promises!(s3s, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
-all_promises!(
-    bench,
-    of_racing_creators_one_wins,
-    nothing_is_seen_before_the_end,
-    a_dropped_object_leaves_nothing
-);
-all_promises!(
-    counting,
-    of_racing_creators_one_wins,
-    nothing_is_seen_before_the_end,
-    a_dropped_object_leaves_nothing
-);
-all_promises!(
-    slow,
-    of_racing_creators_one_wins,
-    nothing_is_seen_before_the_end,
-    a_dropped_object_leaves_nothing
-);
-all_promises!(
-    faulty,
-    of_racing_creators_one_wins,
-    nothing_is_seen_before_the_end,
-    a_dropped_object_leaves_nothing
-);
+all_promises!(bench, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
+all_promises!(counting, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
+all_promises!(slow, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
+all_promises!(faulty, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
 
 async fn small_objects_come_back_as_they_were(store: &dyn Store) {
     for len in [0, 1, 63, 4097, 70_001] {
@@ -183,18 +139,11 @@ async fn of_racing_creators_one_wins(store: &dyn Store) {
     for round in 0..3 {
         let name = format!("race{round}");
         let contents: Vec<Bytes> = (0..16).map(|i| format!("creator {i}").into()).collect();
-        let creators = contents
-            .iter()
-            .map(|bytes| store.put(&name, bytes.clone(), PutMode::Create));
+        let creators = contents.iter().map(|bytes| store.put(&name, bytes.clone(), PutMode::Create));
         let results = futures::future::join_all(creators).await;
         let winners: Vec<usize> = (0..16).filter(|&i| results[i].is_ok()).collect();
         assert_eq!(winners.len(), 1, "{results:?}");
-        assert!(
-            results
-                .iter()
-                .all(|r| matches!(r, Ok(()) | Err(Error::AlreadyExists { .. }))),
-            "{results:?}"
-        );
+        assert!(results.iter().all(|r| matches!(r, Ok(()) | Err(Error::AlreadyExists { .. }))), "{results:?}");
         assert_eq!(store.read(&name, None).await.unwrap(), contents[winners[0]]);
     }
 }
@@ -216,13 +165,7 @@ async fn a_listing_has_direct_children_only_and_all_pages(store: &dyn Store) {
     let expected: Vec<(String, u64)> = (0..1005).map(|i| (name(i), i as u64 % 7)).collect();
     assert_eq!(found, expected);
     assert_eq!(store.list_folders("many/").await.unwrap(), ["many/deep", "many/deeper"]);
-    let names: Vec<String> = store
-        .list("")
-        .await
-        .unwrap()
-        .into_iter()
-        .map(|info| info.name)
-        .collect();
+    let names: Vec<String> = store.list("").await.unwrap().into_iter().map(|info| info.name).collect();
     assert_eq!(names, ["beside", "many.not"]);
     assert_eq!(store.list_folders("").await.unwrap(), ["many"]);
 }
@@ -273,16 +216,10 @@ async fn what_is_not_there_is_named(store: &dyn Store) {
         store.size("a/nothing").await.unwrap_err(),
         store.read("a/nothing", None).await.unwrap_err(),
         store.read("a/nothing", Some(0..4)).await.unwrap_err(),
-        store
-            .read_into("a/nothing", 0..4, vec![LentMut::owned(4)])
-            .await
-            .unwrap_err(),
+        store.read_into("a/nothing", 0..4, vec![LentMut::owned(4)]).await.unwrap_err(),
     ];
     for error in errors {
-        assert!(
-            matches!(&error, Error::NotFound { object, .. } if object.ends_with("a/nothing")),
-            "{error}"
-        );
+        assert!(matches!(&error, Error::NotFound { object, .. } if object.ends_with("a/nothing")), "{error}");
     }
 }
 
@@ -305,13 +242,7 @@ async fn odd_names_are_kept(store: &dyn Store) {
     }
     names.retain(|name| !name.contains('/'));
     names.sort_unstable();
-    let listed: Vec<String> = store
-        .list("")
-        .await
-        .unwrap()
-        .into_iter()
-        .map(|info| info.name)
-        .collect();
+    let listed: Vec<String> = store.list("").await.unwrap().into_iter().map(|info| info.name).collect();
     assert_eq!(listed, names);
 }
 

@@ -23,32 +23,14 @@ fn place(rules: Vec<Rule>) -> Place {
     let server = BenchServer::start(true).unwrap();
     let proxy = Proxy::start(&server.endpoint(), rules);
     let endpoint = proxy.endpoint();
-    let options = [
-        ("endpoint", endpoint.as_str()),
-        ("access_key_id", "k"),
-        ("secret_access_key", "s"),
-    ];
-    let store = support::store(
-        "s3://b/run",
-        &[options[0], options[1], options[2], ("read_timeout", "1s")],
-        &config(),
-    );
+    let options = [("endpoint", endpoint.as_str()), ("access_key_id", "k"), ("secret_access_key", "s")];
+    let store = support::store("s3://b/run", &[options[0], options[1], options[2], ("read_timeout", "1s")], &config());
     let direct = support::s3(&server.endpoint(), "b", &config());
-    Place {
-        store,
-        direct,
-        proxy,
-        server,
-    }
+    Place { store, direct, proxy, server }
 }
 
 fn rule(method: &'static str, target: &'static str, nth: usize, action: Action) -> Rule {
-    Rule {
-        method,
-        target,
-        nth,
-        action,
-    }
+    Rule { method, target, nth, action }
 }
 
 #[tokio::test]
@@ -71,14 +53,10 @@ async fn passing_failures_are_tried_again() {
         Action::Answer(answer(429, "", "")),
     ];
     for failure in failures {
-        let place = place(vec![
-            rule("PUT", "partNumber=2", 1, failure.clone()),
-            rule("PUT", "small", 1, failure.clone()),
-        ]);
+        let place =
+            place(vec![rule("PUT", "partNumber=2", 1, failure.clone()), rule("PUT", "small", 1, failure.clone())]);
         let bytes = pattern((11 << 20) + 5);
-        write_object(&*place.store, "large", &bytes)
-            .await
-            .unwrap_or_else(|error| panic!("{failure:?}: {error}"));
+        write_object(&*place.store, "large", &bytes).await.unwrap_or_else(|error| panic!("{failure:?}: {error}"));
         place.store.put("small", pattern(9), PutMode::Overwrite).await.unwrap();
         assert!(place.direct.read("large", None).await.unwrap() == bytes, "{failure:?}");
         assert_eq!(place.proxy.heads("PUT", "partNumber=2").len(), 2, "{failure:?}");
@@ -87,12 +65,7 @@ async fn passing_failures_are_tried_again() {
 
 #[tokio::test]
 async fn a_refusal_is_not_tried_again() {
-    let place = place(vec![rule(
-        "PUT",
-        "/o",
-        0,
-        Action::Answer(error(403, "", "AccessDenied")),
-    )]);
+    let place = place(vec![rule("PUT", "/o", 0, Action::Answer(error(403, "", "AccessDenied")))]);
     let error = place.store.put("o", pattern(1), PutMode::Overwrite).await.unwrap_err();
     assert!(
         matches!(&error, Error::PermissionDenied { detail, .. } if detail == "AccessDenied: by the test"),
@@ -105,10 +78,7 @@ async fn a_refusal_is_not_tried_again() {
 async fn when_every_try_fails_the_error_counts_them() {
     let place = place(vec![rule("PUT", "/o", 0, Action::Answer(error(503, "", "SlowDown")))]);
     let error = place.store.put("o", pattern(1), PutMode::Overwrite).await.unwrap_err();
-    assert!(
-        matches!(&error, Error::Exhausted { tries: 4, object, .. } if object == "s3://b/run/o"),
-        "{error}"
-    );
+    assert!(matches!(&error, Error::Exhausted { tries: 4, object, .. } if object == "s3://b/run/o"), "{error}");
 }
 
 #[tokio::test]
@@ -133,35 +103,21 @@ async fn a_store_without_create_only_puts_says_so_and_is_still_written() {
     let place = place(vec![]);
     assert!(place.store.honours_create().await.unwrap());
     let unsupported = Action::Answer(error(501, "", "NotImplemented"));
-    let place = self::place(
-        (1..9)
-            .step_by(2)
-            .map(|nth| rule("PUT", "/o", nth, unsupported.clone()))
-            .collect(),
-    );
+    let place = self::place((1..9).step_by(2).map(|nth| rule("PUT", "/o", nth, unsupported.clone())).collect());
     place.store.put("o", "first".into(), PutMode::Create).await.unwrap();
     assert_eq!(place.direct.read("o", None).await.unwrap(), "first");
-    let error = place
-        .store
-        .put("o", "second".into(), PutMode::Create)
-        .await
-        .unwrap_err();
+    let error = place.store.put("o", "second".into(), PutMode::Create).await.unwrap_err();
     assert!(matches!(error, Error::AlreadyExists { .. }), "{error}");
 }
 
 #[tokio::test]
 async fn an_upload_that_was_completed_without_an_answer_is_known_for_ours() {
-    let lost = [
-        Action::Lost,
-        Action::Replaced(error(500, "", "InternalError")),
-        Action::Replaced(error(200, "", "SlowDown")),
-    ];
+    let lost =
+        [Action::Lost, Action::Replaced(error(500, "", "InternalError")), Action::Replaced(error(200, "", "SlowDown"))];
     for lost in lost {
         let place = place(vec![rule("POST", "large?uploadId", 1, lost.clone())]);
         let bytes = pattern((5 << 20) + 1);
-        write_object(&*place.store, "large", &bytes)
-            .await
-            .unwrap_or_else(|error| panic!("{lost:?}: {error}"));
+        write_object(&*place.store, "large", &bytes).await.unwrap_or_else(|error| panic!("{lost:?}: {error}"));
         assert!(place.direct.read("large", None).await.unwrap() == bytes);
         assert_eq!(pending_uploads(&*place.direct).await.unwrap(), []);
     }
@@ -169,12 +125,7 @@ async fn an_upload_that_was_completed_without_an_answer_is_known_for_ours() {
 
 #[tokio::test]
 async fn a_success_with_an_error_in_it_is_not_taken_for_one() {
-    let place = place(vec![rule(
-        "POST",
-        "large?uploadId",
-        1,
-        Action::Answer(error(200, "", "InternalError")),
-    )]);
+    let place = place(vec![rule("POST", "large?uploadId", 1, Action::Answer(error(200, "", "InternalError")))]);
     let bytes = pattern((5 << 20) + 1);
     write_object(&*place.store, "large", &bytes).await.unwrap();
     assert_eq!(place.proxy.heads("POST", "large?uploadId").len(), 2);
@@ -183,34 +134,19 @@ async fn a_success_with_an_error_in_it_is_not_taken_for_one() {
 
 #[tokio::test]
 async fn an_upload_that_cannot_be_completed_is_aborted() {
-    let place = place(vec![rule(
-        "POST",
-        "large?uploadId",
-        0,
-        Action::Answer(error(400, "", "InvalidPart")),
-    )]);
-    write_object(&*place.store, "large", &pattern((5 << 20) + 1))
-        .await
-        .unwrap_err();
+    let place = place(vec![rule("POST", "large?uploadId", 0, Action::Answer(error(400, "", "InvalidPart")))]);
+    write_object(&*place.store, "large", &pattern((5 << 20) + 1)).await.unwrap_err();
     assert_eq!(place.server.pending_uploads(), Vec::<String>::new());
     assert_eq!(pending_uploads(&*place.direct).await.unwrap(), []);
 }
 
 #[tokio::test]
 async fn an_upload_that_nobody_could_abort_is_found_and_ended_later() {
-    let place = place(vec![rule(
-        "DELETE",
-        "uploadId",
-        0,
-        Action::Answer(error(403, "", "AccessDenied")),
-    )]);
+    let place = place(vec![rule("DELETE", "uploadId", 0, Action::Answer(error(403, "", "AccessDenied")))]);
     let writer = place.store.create("large", 6 << 20).await.unwrap();
     writer.abort().await;
     let pending = pending_uploads(&*place.direct).await.unwrap();
-    assert_eq!(
-        pending.iter().map(|upload| upload.name.as_str()).collect::<Vec<_>>(),
-        ["large"]
-    );
+    assert_eq!(pending.iter().map(|upload| upload.name.as_str()).collect::<Vec<_>>(), ["large"]);
     assert_eq!(place.server.pending_uploads(), [pending[0].upload_id.clone()]);
     strata_io::discard_upload(&*place.direct, &pending[0]).await.unwrap();
     assert_eq!(place.server.pending_uploads(), Vec::<String>::new());
@@ -219,10 +155,7 @@ async fn an_upload_that_nobody_could_abort_is_found_and_ended_later() {
 
 #[tokio::test]
 async fn a_body_that_breaks_off_is_resumed_at_the_exact_byte() {
-    let place = place(vec![
-        rule("GET", "/o", 1, Action::Cut(1000)),
-        rule("GET", "/o", 2, Action::Cut(500)),
-    ]);
+    let place = place(vec![rule("GET", "/o", 1, Action::Cut(1000)), rule("GET", "/o", 2, Action::Cut(500))]);
     let bytes = pattern(100_000);
     place.direct.put("o", bytes.clone(), PutMode::Overwrite).await.unwrap();
     let mut target = LentMut::owned(60_000);
@@ -230,32 +163,16 @@ async fn a_body_that_breaks_off_is_resumed_at_the_exact_byte() {
     #[allow(unsafe_code)]
     let alias = unsafe { target.alias() };
     let head = target.split_to(7);
-    place
-        .store
-        .read_into("o", 20_000..80_000, vec![head, target])
-        .await
-        .unwrap();
+    place.store.read_into("o", 20_000..80_000, vec![head, target]).await.unwrap();
     assert_eq!(alias.as_slice(), &bytes[20_000..80_000]);
-    let ranges: Vec<String> = place
-        .proxy
-        .heads("GET", "/o")
-        .iter()
-        .map(|head| header(head, "range:"))
-        .collect();
+    let ranges: Vec<String> = place.proxy.heads("GET", "/o").iter().map(|head| header(head, "range:")).collect();
     assert_eq!(ranges, ["bytes=20000-79999", "bytes=21000-79999", "bytes=21500-79999"]);
 }
 
 #[tokio::test]
 async fn a_whole_object_is_resumed_too() {
-    let place = place(vec![
-        rule("GET", "/o", 1, Action::Cut(1)),
-        rule("GET", "/o", 2, Action::Reset),
-    ]);
-    place
-        .direct
-        .put("o", pattern(100_000), PutMode::Overwrite)
-        .await
-        .unwrap();
+    let place = place(vec![rule("GET", "/o", 1, Action::Cut(1)), rule("GET", "/o", 2, Action::Reset)]);
+    place.direct.put("o", pattern(100_000), PutMode::Overwrite).await.unwrap();
     assert_eq!(place.store.read("o", None).await.unwrap(), pattern(100_000));
 }
 
@@ -263,10 +180,7 @@ async fn a_whole_object_is_resumed_too() {
 async fn an_object_replaced_while_it_is_read_is_a_mismatch() {
     let other = "etag: \"other\"\r\nlast-modified: Thu, 01 Jan 2026 00:00:00 GMT\r\ncontent-range: bytes 4-9/10\r\n";
     for second in [answer(206, other, "567890"), error(412, "", "PreconditionFailed")] {
-        let place = place(vec![
-            rule("GET", "/o", 1, Action::Cut(4)),
-            rule("GET", "/o", 2, Action::Answer(second)),
-        ]);
+        let place = place(vec![rule("GET", "/o", 1, Action::Cut(4)), rule("GET", "/o", 2, Action::Answer(second))]);
         place.direct.put("o", pattern(10), PutMode::Overwrite).await.unwrap();
         let error = place.store.read("o", Some(0..10)).await.unwrap_err();
         assert!(matches!(error, Error::Mismatch { .. }), "{error}");
@@ -276,11 +190,7 @@ async fn an_object_replaced_while_it_is_read_is_a_mismatch() {
 #[tokio::test]
 async fn a_stalled_download_goes_on() {
     let place = place(vec![rule("GET", "/o", 1, Action::Stall)]);
-    place
-        .direct
-        .put("o", pattern(100_000), PutMode::Overwrite)
-        .await
-        .unwrap();
+    place.direct.put("o", pattern(100_000), PutMode::Overwrite).await.unwrap();
     assert_eq!(place.store.read("o", None).await.unwrap(), pattern(100_000));
 }
 
@@ -300,19 +210,12 @@ async fn the_deadline_ends_a_server_that_never_answers() {
     let mut config = config();
     config.deadline = Duration::from_millis(500);
     let store = support::s3(&proxy.endpoint(), "b", &config);
-    support::s3(&server.endpoint(), "b", &config)
-        .put("o", pattern(9), PutMode::Overwrite)
-        .await
-        .unwrap();
+    support::s3(&server.endpoint(), "b", &config).put("o", pattern(9), PutMode::Overwrite).await.unwrap();
     let error = store.read("o", None).await.unwrap_err();
     assert!(matches!(error, Error::Exhausted { .. }), "{error}");
 }
 
 fn header(head: &str, name: &str) -> String {
-    let value = |line: &str| {
-        line.to_ascii_lowercase()
-            .strip_prefix(name)
-            .map(|value| value.trim().to_owned())
-    };
+    let value = |line: &str| line.to_ascii_lowercase().strip_prefix(name).map(|value| value.trim().to_owned());
     head.lines().find_map(value).unwrap_or_default()
 }

@@ -32,11 +32,7 @@ async fn wrong_credentials_are_denied_without_being_shown() {
     let (endpoint, bucket) = servers::s3s_bucket();
     let url = format!("s3://{bucket}/run");
     for (key, secret) in [(servers::KEY, "wrong-secret"), ("AKIAUNKNOWN", servers::SECRET)] {
-        let options = [
-            ("endpoint", endpoint),
-            ("access_key_id", key),
-            ("secret_access_key", secret),
-        ];
+        let options = [("endpoint", endpoint), ("access_key_id", key), ("secret_access_key", secret)];
         let denied = store(&url, &options, &config());
         let errors = [
             denied.put("k", "x".into(), PutMode::Overwrite).await.unwrap_err(),
@@ -69,10 +65,7 @@ async fn memory_that_changed_since_its_crc_was_taken_is_refused_by_the_store() {
     let store = s3(&bench.endpoint(), "b", &config());
     let writer = store.create("large", bytes.len() as u64).await.unwrap();
     let error = support::write_all(&*writer, changed(bytes.len(), 1)).await.unwrap_err();
-    assert!(
-        matches!(&error, Error::Mismatch { object, .. } if object.ends_with("/large")),
-        "{error}"
-    );
+    assert!(matches!(&error, Error::Mismatch { object, .. } if object.ends_with("/large")), "{error}");
     writer.abort().await;
 
     for store in [store, s3(endpoint, &bucket, &config())] {
@@ -91,12 +84,7 @@ async fn moto_knows_the_crc_of_the_whole_object() {
     support::write_object(&*store, "large", &bytes).await.unwrap();
     let client = reqwest::Client::builder().no_proxy().build().unwrap();
     let url = format!("{endpoint}/{bucket}/run/large");
-    let head = client
-        .head(url)
-        .header("x-amz-checksum-mode", "ENABLED")
-        .send()
-        .await
-        .unwrap();
+    let head = client.head(url).header("x-amz-checksum-mode", "ENABLED").send().await.unwrap();
     use base64::Engine;
     let crc = base64::engine::general_purpose::STANDARD.encode(digest::crc32(&bytes).to_be_bytes());
     assert_eq!(head.headers()["x-amz-checksum-crc32"], crc.as_str());
@@ -108,10 +96,7 @@ fn in_its_own_process(test: &str, variables: &[(&str, &str)]) {
     for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("AWS_")) {
         command.env_remove(name);
     }
-    command
-        .args(["--exact", test])
-        .env(INNER, "1")
-        .envs(variables.iter().copied());
+    command.args(["--exact", test]).env(INNER, "1").envs(variables.iter().copied());
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
@@ -135,23 +120,12 @@ async fn a_profile_gives_keys_and_region() {
     if std::env::var_os(INNER).is_none() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("config");
-        let keys = format!(
-            "aws_access_key_id = {}\naws_secret_access_key = {}",
-            servers::KEY,
-            servers::SECRET
-        );
+        let keys = format!("aws_access_key_id = {}\naws_secret_access_key = {}", servers::KEY, servers::SECRET);
         let wrong = "aws_access_key_id = other\naws_secret_access_key = other";
-        std::fs::write(
-            &file,
-            format!("[default]\n{wrong}\n[profile team]\nregion = eu-west-3\n{keys}\n"),
-        )
-        .unwrap();
+        std::fs::write(&file, format!("[default]\n{wrong}\n[profile team]\nregion = eu-west-3\n{keys}\n")).unwrap();
         let file = file.to_str().unwrap();
-        let variables = [
-            ("AWS_CONFIG_FILE", file),
-            ("AWS_SHARED_CREDENTIALS_FILE", "/dev/null"),
-            ("AWS_PROFILE", "team"),
-        ];
+        let variables =
+            [("AWS_CONFIG_FILE", file), ("AWS_SHARED_CREDENTIALS_FILE", "/dev/null"), ("AWS_PROFILE", "team")];
         return in_its_own_process("a_profile_gives_keys_and_region", &variables);
     }
     let (endpoint, bucket) = servers::s3s_bucket();
@@ -171,20 +145,11 @@ async fn an_instance_is_asked_once_for_its_keys() {
         servers::SECRET
     );
     if std::env::var_os(INNER).is_none() {
-        let rule = |method, target, answer| Rule {
-            method,
-            target,
-            nth: 0,
-            action: Action::Answer(answer),
-        };
+        let rule = |method, target, answer| Rule { method, target, nth: 0, action: Action::Answer(answer) };
         let metadata = Proxy::start(
             "http://127.0.0.1:9",
             vec![
-                rule(
-                    "PUT",
-                    "/api/token",
-                    answer(200, "x-aws-ec2-metadata-token-ttl-seconds: 600\r\n", "session"),
-                ),
+                rule("PUT", "/api/token", answer(200, "x-aws-ec2-metadata-token-ttl-seconds: 600\r\n", "session")),
                 rule("GET", "security-credentials/role", answer(200, "", &role)),
                 rule("GET", "security-credentials", answer(200, "", "role")),
             ],
@@ -208,10 +173,7 @@ async fn an_instance_is_asked_once_for_its_keys() {
 #[tokio::test]
 async fn a_web_server_is_read_and_never_written() {
     let server = BenchServer::start(true).unwrap();
-    s3(&server.endpoint(), "b", &config())
-        .put("k", pattern(1000), PutMode::Overwrite)
-        .await
-        .unwrap();
+    s3(&server.endpoint(), "b", &config()).put("k", pattern(1000), PutMode::Overwrite).await.unwrap();
     let web = store(&format!("{}/b/run", server.endpoint()), &[], &config());
     assert_eq!(web.size("k").await.unwrap(), 1000);
     assert_eq!(web.read("k", Some(10..20)).await.unwrap(), pattern(1000)[10..20]);

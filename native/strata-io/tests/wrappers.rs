@@ -40,10 +40,7 @@ async fn requests_and_bytes_are_counted_by_kind() {
         (Kind::Read, (2, 25)),
     ];
     assert_eq!(counted, expected);
-    assert_eq!(
-        (store.hook().requests(Kind::Part), store.hook().bytes(Kind::Read)),
-        (3, 25)
-    );
+    assert_eq!((store.hook().requests(Kind::Part), store.hook().bytes(Kind::Read)), (3, 25));
 }
 
 #[tokio::test(start_paused = true)]
@@ -52,10 +49,7 @@ async fn a_slow_store_takes_latency_and_transfer_time() {
     let began = tokio::time::Instant::now();
     store.put("o", pattern(300), PutMode::Overwrite).await.unwrap();
     let took = began.elapsed();
-    assert!(
-        took >= Duration::from_secs(5) && took < Duration::from_secs(6),
-        "{took:?}"
-    );
+    assert!(took >= Duration::from_secs(5) && took < Duration::from_secs(6), "{took:?}");
 }
 
 #[tokio::test]
@@ -63,18 +57,9 @@ async fn a_refused_request_has_no_effect() {
     let inner = memory();
     let store = failing(&inner, Kind::Put, 2, Way::Refused(broken()));
     store.put("first", "x".into(), PutMode::Overwrite).await.unwrap();
-    assert!(matches!(
-        store.put("second", "x".into(), PutMode::Overwrite).await,
-        Err(Error::Config(_))
-    ));
+    assert!(matches!(store.put("second", "x".into(), PutMode::Overwrite).await, Err(Error::Config(_))));
     store.put("third", "x".into(), PutMode::Overwrite).await.unwrap();
-    let names: Vec<String> = inner
-        .list("")
-        .await
-        .unwrap()
-        .into_iter()
-        .map(|info| info.name)
-        .collect();
+    let names: Vec<String> = inner.list("").await.unwrap().into_iter().map(|info| info.name).collect();
     assert_eq!(names, ["first", "third"]);
 }
 
@@ -82,10 +67,7 @@ async fn a_refused_request_has_no_effect() {
 async fn a_lost_answer_has_its_effect() {
     let inner = memory();
     let store = failing(&inner, Kind::Finish, 1, Way::AnswerLost(broken()));
-    assert!(matches!(
-        write_object(&store, "large", &pattern(2500)).await,
-        Err(Error::Config(_))
-    ));
+    assert!(matches!(write_object(&store, "large", &pattern(2500)).await, Err(Error::Config(_))));
     assert_eq!(inner.read("large", None).await.unwrap(), pattern(2500));
 }
 

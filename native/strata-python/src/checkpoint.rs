@@ -48,6 +48,12 @@ pub(crate) struct Checkpoint {
     checkpoint: Mutex<Arc<core::Checkpoint>>,
 }
 
+/// fqn, object, offset, bytes, dtype, shape.
+type RawPlain = (Vec<u8>, String, u64, u64, String, Vec<u64>);
+
+/// kind, dtype, shape, strides.
+type Described = (u32, String, Vec<u64>, Vec<u64>);
+
 /// row, first element, lengths, address, destination strides, owner.
 type RawRead<'py> = (usize, Vec<u64>, Vec<u64>, usize, Vec<i64>, Bound<'py, PyAny>);
 
@@ -62,7 +68,7 @@ impl Checkpoint {
         change(Arc::make_mut(&mut checkpoint))
     }
 
-    fn item<'a>(checkpoint: &'a core::Checkpoint, row: usize) -> PyResult<&'a Item> {
+    fn item(checkpoint: &core::Checkpoint, row: usize) -> PyResult<&Item> {
         let items = &checkpoint.manifest.items;
         items.get(row).ok_or_else(|| PyValueError::new_err(format!("no row {row} of {}", items.len())))
     }
@@ -80,11 +86,10 @@ impl Checkpoint {
     }
 
     #[staticmethod]
-    fn plain(store: &Store, tensors: Vec<(Vec<u8>, String, u64, u64, String, Vec<u64>)>) -> PyResult<Self> {
+    fn plain(store: &Store, tensors: Vec<RawPlain>) -> PyResult<Self> {
         let (store, budget) = store.open()?;
-        let tensor = |(fqn, object, offset, bytes, dtype, shape)| {
-            PlainTensor { fqn, object, offset, bytes, dtype, shape }
-        };
+        let tensor =
+            |(fqn, object, offset, bytes, dtype, shape)| PlainTensor { fqn, object, offset, bytes, dtype, shape };
         let tensors = tensors.into_iter().map(tensor).collect();
         let checkpoint = core::Checkpoint::plain(store.url(), tensors).map_err(to_py)?;
         Ok(Self { store, budget, checkpoint: Mutex::new(Arc::new(checkpoint)) })
@@ -152,7 +157,7 @@ impl Checkpoint {
         manifest.entries.iter().map(raw).collect()
     }
 
-    fn items<'py>(&self, py: Python<'py>) -> Vec<RawStockEntry<'py>> {
+    fn items<'py>(&self, py: Python<'py>) -> Vec<RawStockEntry<Bound<'py, PyBytes>>> {
         let checkpoint = self.now();
         let manifest = &checkpoint.manifest;
         let entry = |item: &Item| stock_to_py(py, StockEntry::of(item.clone(), &manifest.objects));
@@ -163,7 +168,7 @@ impl Checkpoint {
         self.now().manifest.objects.iter().map(|object| (object.name.clone(), object.size)).collect()
     }
 
-    fn set_stock_entries(&self, items: Vec<(Vec<u8>, Option<Vec<u64>>, i64, String, u64, u64)>) -> PyResult<()> {
+    fn set_stock_entries(&self, items: Vec<RawStockEntry<Vec<u8>>>) -> PyResult<()> {
         let entry = |(fqn, offsets, index, object, offset, length)| {
             let index: i64 = index;
             StockEntry { fqn, offsets, index: u32::try_from(index).ok(), object, offset, length }
@@ -178,7 +183,7 @@ impl Checkpoint {
         keys.iter().map(|key| row(key).map_or(-1, |row| row as i64)).collect()
     }
 
-    fn describe(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<Vec<(u32, String, Vec<u64>, Vec<u64>)>> {
+    fn describe(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<Vec<Described>> {
         let mut checkpoint = self.now();
         for row in &rows {
             Self::item(&checkpoint, *row)?;
@@ -210,7 +215,9 @@ impl Checkpoint {
         let mode = match verify {
             "inplace" => VerifyMode::InPlace,
             "before" => VerifyMode::Before,
-            other => return Err(PyValueError::new_err(format!("verify is \"inplace\" or \"before\", not {other:?}"))),
+            other => {
+                return Err(PyValueError::new_err(format!("verify is \"inplace\" or \"before\", not {other:?}")));
+            }
         };
         let checkpoint = self.now();
         for row in &blobs {
@@ -250,12 +257,8 @@ fn lend_destinations(checkpoint: &core::Checkpoint, raw: Vec<RawRead<'_>>) -> Py
             let message = format!("the box {first:?} + {lengths:?} is not in {:?} of {:?}", item.shape, item.name());
             return Err(PyValueError::new_err(message));
         };
-        let region = Region {
-            source_strides: &item.strides,
-            first: &first,
-            lengths: &lengths,
-            destination_strides: &strides,
-        };
+        let region =
+            Region { source_strides: &item.strides, first: &first, lengths: &lengths, destination_strides: &strides };
         copies.push((row, address, StridedCopy::new(region, itemsize)));
         owners.keep(owner);
     }

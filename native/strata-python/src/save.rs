@@ -76,18 +76,7 @@ fn claim_generation(py: Python<'_>, run_root: &Store, owner: String) -> PyResult
 }
 
 /// fqn, offsets, index, kind, address, bytes, dtype, shape, strides, owner.
-type RawItem<'py> = (
-    Vec<u8>,
-    Option<Vec<u64>>,
-    i64,
-    u32,
-    usize,
-    usize,
-    String,
-    Vec<u64>,
-    Vec<u64>,
-    Bound<'py, PyAny>,
-);
+type RawItem<'py> = (Vec<u8>, Option<Vec<u64>>, i64, u32, usize, usize, String, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
 #[pyfunction]
 #[pyo3(signature = (store, items, *, rank, save_id))]
@@ -120,10 +109,11 @@ fn lend_items(raw: Vec<RawItem<'_>>) -> PyResult<Vec<SaveItem>> {
         placed.push((fqn, offsets, index, kind, address, bytes, dtype, shape, strides));
     }
     let lease = owners.lease();
-    let lend = |(fqn, offsets, index, kind, address, bytes, dtype, shape, strides): (_, _, _, _, _, _, String, _, _)| {
-        let payload = lend_memory(address, bytes, &lease);
-        SaveItem { fqn, offsets, index, kind, dtype: Arc::from(dtype), shape, strides, payload }
-    };
+    let lend =
+        |(fqn, offsets, index, kind, address, bytes, dtype, shape, strides): (_, _, _, _, _, _, String, _, _)| {
+            let payload = lend_memory(address, bytes, &lease);
+            SaveItem { fqn, offsets, index, kind, dtype: Arc::from(dtype), shape, strides, payload }
+        };
     Ok(placed.into_iter().map(lend).collect())
 }
 
@@ -138,34 +128,23 @@ fn record_bytes(record: &[u8]) -> PyResult<u64> {
 }
 
 /// fqn, offsets, index, object, offset, length.
-pub(crate) type RawStockEntry<'py> = (Bound<'py, PyBytes>, Option<Vec<u64>>, i64, String, u64, u64);
+pub(crate) type RawStockEntry<F> = (F, Option<Vec<u64>>, i64, String, u64, u64);
 
 /// Python's view of a stock entry.
-pub(crate) fn stock_to_py(py: Python<'_>, entry: StockEntry) -> RawStockEntry<'_> {
+pub(crate) fn stock_to_py(py: Python<'_>, entry: StockEntry) -> RawStockEntry<Bound<'_, PyBytes>> {
     let index = entry.index.map_or(-1, i64::from);
     (PyBytes::new(py, &entry.fqn), entry.offsets, index, entry.object, entry.offset, entry.length)
 }
 
 #[pyfunction]
-fn stock_entries<'py>(py: Python<'py>, records: Vec<Vec<u8>>) -> PyResult<Vec<RawStockEntry<'py>>> {
+fn stock_entries<'py>(py: Python<'py>, records: Vec<Vec<u8>>) -> PyResult<Vec<RawStockEntry<Bound<'py, PyBytes>>>> {
     let entries = core::stock_entries(&records).map_err(to_py)?;
     Ok(entries.into_iter().map(|entry| stock_to_py(py, entry)).collect())
 }
 
 /// fqn, is_tensor, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes.
-pub(crate) type RawEntry<F> = (
-    F,
-    bool,
-    String,
-    Vec<u64>,
-    Option<Vec<i64>>,
-    bool,
-    bool,
-    u32,
-    String,
-    Vec<Vec<u64>>,
-    Vec<Vec<u64>>,
-);
+pub(crate) type RawEntry<F> =
+    (F, bool, String, Vec<u64>, Option<Vec<i64>>, bool, bool, u32, String, Vec<Vec<u64>>, Vec<Vec<u64>>);
 
 fn promised(raw: RawEntry<Vec<u8>>) -> PromisedEntry {
     let (fqn, is_tensor, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes) = raw;

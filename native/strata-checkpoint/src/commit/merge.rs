@@ -56,7 +56,9 @@ fn check_promises(items: &[Item], promised: &[PromisedEntry]) -> Result<()> {
             Some(expected) if expected < key => {
                 return Err(Error::Plan(format!("{} was planned, but no rank wrote it", name(&expected))));
             }
-            _ => return Err(Error::Plan(format!("{} was written twice, or was not planned", name(&key)))),
+            _ => {
+                return Err(Error::Plan(format!("{} was written twice, or was not planned", name(&key))));
+            }
         }
     }
     match keys.next() {

@@ -64,29 +64,17 @@ impl Frame {
         check(spec, place)?;
         let data_pkl = pickle::write(spec)?;
         if data_pkl.len() as u64 > PICKLE_LIMIT_BYTES {
-            return Err(ContainerError::Invalid(format!(
-                "a tensor of {} dims cannot be framed",
-                spec.shape.len()
-            )));
+            return Err(ContainerError::Invalid(format!("a tensor of {} dims cannot be framed", spec.shape.len())));
         }
         // Stock's archive of a tensor is 700 bytes long up to its payload; `version` adds one record.
         let mut prefix = Vec::with_capacity(1024 + data_pkl.len() + place.align as usize);
         let first = add_small(&mut prefix, PICKLE_NAME, &data_pkl);
         let [second, third, fourth, fifth] = FIXED.map(|(name, data)| add_small(&mut prefix, name, data));
         let payload_header = prefix.len() as u32;
-        let target = Target {
-            base: place.item_offset % place.align,
-            align: place.align,
-            residue: place.residue,
-        };
+        let target = Target { base: place.item_offset % place.align, align: place.align, residue: place.residue };
         add_local_header(&mut prefix, PAYLOAD_NAME, spec.payload_bytes, target);
         let small = [first, second, third, fourth, fifth];
-        Ok(Self {
-            prefix,
-            payload_header,
-            small,
-            payload_bytes: spec.payload_bytes,
-        })
+        Ok(Self { prefix, payload_header, small, payload_bytes: spec.payload_bytes })
     }
 
     /// Everything before the payload.
@@ -104,13 +92,7 @@ impl Frame {
         for (name, small) in names.zip(self.small) {
             add_central(&mut out, name, small.header, small.crc32, u64::from(small.bytes));
         }
-        add_central(
-            &mut out,
-            PAYLOAD_NAME,
-            self.payload_header,
-            payload_crc32,
-            self.payload_bytes,
-        );
+        add_central(&mut out, PAYLOAD_NAME, self.payload_header, payload_crc32, self.payload_bytes);
         let central_bytes = (out.len() - descriptor_bytes) as u64;
         add_end(&mut out, 2 + FIXED.len() as u16, central_offset, central_bytes);
         out
@@ -136,27 +118,17 @@ impl Frame {
 }
 
 fn check(spec: &TensorSpec<'_>, place: Placement) -> Result<(), ContainerError> {
-    let Placement {
-        align,
-        residue,
-        item_offset,
-    } = place;
+    let Placement { align, residue, item_offset } = place;
     if !(align.is_power_of_two() && (64..=32_768).contains(&align)) || residue >= align || !residue.is_multiple_of(64) {
-        return Err(ContainerError::Invalid(format!(
-            "a payload cannot stand at {residue} modulo {align}"
-        )));
+        return Err(ContainerError::Invalid(format!("a payload cannot stand at {residue} modulo {align}")));
     }
     let row = dtype(spec.dtype).ok_or_else(|| ContainerError::UnknownDtype(spec.dtype.to_owned()))?;
     let needed = span(spec.shape, spec.strides).and_then(|elements| elements.checked_mul(row.bytes));
     let held = spec.payload_bytes;
     // Torch counts storage in signed 64 bits, and the ends must not push the item past them.
-    let ends_too_far = item_offset
-        .checked_add(held)
-        .is_none_or(|end| end > i64::MAX as u64 - (1 << 20));
+    let ends_too_far = item_offset.checked_add(held).is_none_or(|end| end > i64::MAX as u64 - (1 << 20));
     if needed.is_none_or(|needed| needed > held) || !held.is_multiple_of(row.bytes) || ends_too_far {
-        let TensorSpec {
-            dtype, shape, strides, ..
-        } = spec;
+        let TensorSpec { dtype, shape, strides, .. } = spec;
         return Err(ContainerError::Invalid(format!(
             "{held} bytes at {item_offset} do not hold a {dtype} tensor of shape {shape:?}, strides {strides:?}"
         )));
@@ -173,21 +145,8 @@ struct Target {
 }
 
 fn add_small(prefix: &mut Vec<u8>, name: &str, data: &[u8]) -> Small {
-    let small = Small {
-        header: prefix.len() as u32,
-        crc32: crc32(data),
-        bytes: data.len() as u32,
-    };
-    add_local_header(
-        prefix,
-        name,
-        data.len() as u64,
-        Target {
-            base: 0,
-            align: RECORD_ALIGN,
-            residue: 0,
-        },
-    );
+    let small = Small { header: prefix.len() as u32, crc32: crc32(data), bytes: data.len() as u32 };
+    add_local_header(prefix, name, data.len() as u64, Target { base: 0, align: RECORD_ALIGN, residue: 0 });
     prefix.extend_from_slice(data);
     add_descriptor(prefix, small.crc32, data.len() as u64);
     small
@@ -289,11 +248,7 @@ fn add_u16s<const N: usize>(out: &mut Vec<u8>, values: [u16; N]) {
 }
 
 fn flags(data_bytes: u64) -> u16 {
-    if data_bytes == 0 {
-        zip::FLAG_UTF8
-    } else {
-        zip::FLAG_UTF8 | zip::FLAG_DESCRIPTOR
-    }
+    if data_bytes == 0 { zip::FLAG_UTF8 } else { zip::FLAG_UTF8 | zip::FLAG_DESCRIPTOR }
 }
 
 /// Whether a length needs 64 bits in zip, whose 32-bit fields keep their largest value for a sign.

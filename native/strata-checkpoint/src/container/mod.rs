@@ -58,19 +58,11 @@ struct Dtype {
 }
 
 const fn legacy(name: &'static str, bytes: u64, storage: &'static str) -> Dtype {
-    Dtype {
-        name,
-        bytes,
-        storage: Some(storage),
-    }
+    Dtype { name, bytes, storage: Some(storage) }
 }
 
 const fn untyped(name: &'static str, bytes: u64) -> Dtype {
-    Dtype {
-        name,
-        bytes,
-        storage: None,
-    }
+    Dtype { name, bytes, storage: None }
 }
 
 /// `_dtype_to_storage_type_map` and `_new_dtypes` of torch/storage.py (2.15), without the quantized dtypes,
@@ -152,14 +144,9 @@ pub(crate) fn span(shape: &[u64], strides: &[u64]) -> Option<u64> {
     if shape.contains(&0) {
         return Some(0);
     }
-    shape
-        .iter()
-        .try_fold(1u64, |elements, dim| elements.checked_mul(*dim).and_then(fits))?;
+    shape.iter().try_fold(1u64, |elements, dim| elements.checked_mul(*dim).and_then(fits))?;
     shape.iter().zip(strides).try_fold(1u64, |reach, (dim, stride)| {
-        (dim - 1)
-            .checked_mul(*stride)
-            .and_then(|step| step.checked_add(reach))
-            .and_then(fits)
+        (dim - 1).checked_mul(*stride).and_then(|step| step.checked_add(reach)).and_then(fits)
     })
 }
 

@@ -69,9 +69,9 @@ pub fn parse(item_bytes: u64, have: &[Window<'_>]) -> Result<Step, ContainerErro
     match find(&View { item_bytes, have }) {
         Ok(item) => Ok(Step::Done(item)),
         // A reader that answers short would be asked for ever.
-        Err(Stop::Need(range)) if have.len() >= MAX_READS => Err(ContainerError::Damaged(format!(
-            "bytes {range:?} still missing after {MAX_READS} reads"
-        ))),
+        Err(Stop::Need(range)) if have.len() >= MAX_READS => {
+            Err(ContainerError::Damaged(format!("bytes {range:?} still missing after {MAX_READS} reads")))
+        }
         Err(Stop::Need(range)) => Ok(Step::NeedRange(range)),
         Err(Stop::Failed(error)) => Err(error),
     }
@@ -101,11 +101,7 @@ fn find(view: &View<'_>) -> Result<ParsedItem, Stop> {
     let records = read_records(view)?;
     let found = classify(&records)?;
     // Asked for together: in a stock item these lie side by side before the payload.
-    let wanted = [
-        Some(found.pickle.span()),
-        found.byteorder.map(Record::span),
-        Some(found.payload.header_span()),
-    ];
+    let wanted = [Some(found.pickle.span()), found.byteorder.map(Record::span), Some(found.payload.header_span())];
     view.require(wanted.into_iter().flatten().collect())?;
 
     if let Some(byteorder) = found.byteorder
@@ -118,9 +114,7 @@ fn find(view: &View<'_>) -> Result<ParsedItem, Stop> {
     // set_crc32_options(False) leaves 0 in every record, and data.pkl is the one whose CRC can be told from that.
     let has_crcs = listed != 0 || computed == 0;
     if has_crcs && listed != computed {
-        return Err(damaged(format!(
-            "checksum of data.pkl: expected {listed:#010x}, found {computed:#010x}"
-        )));
+        return Err(damaged(format!("checksum of data.pkl: expected {listed:#010x}, found {computed:#010x}")));
     }
     let tensor = pickle::read(data_pkl)?;
     let payload = found.payload.data(view)?;
@@ -138,26 +132,14 @@ fn find(view: &View<'_>) -> Result<ParsedItem, Stop> {
 fn check_tensor(tensor: &pickle::Pickled, record: &Record<'_>, payload: &Range<u64>) -> Result<(), Stop> {
     let held = payload.end - payload.start;
     if record.name.strip_prefix("data/") != Some(&tensor.storage_key) {
-        return Err(damaged(format!(
-            "data.pkl names storage {:?}, stored is {:?}",
-            tensor.storage_key, record.name
-        )));
+        return Err(damaged(format!("data.pkl names storage {:?}, stored is {:?}", tensor.storage_key, record.name)));
     }
     if tensor.storage_bytes != Some(held) {
-        return Err(damaged(format!(
-            "storage is {held} bytes long, in data.pkl {:?}",
-            tensor.storage_bytes
-        )));
+        return Err(damaged(format!("storage is {held} bytes long, in data.pkl {:?}", tensor.storage_bytes)));
     }
     let reach = span(&tensor.shape, &tensor.strides).and_then(|elements| elements.checked_add(tensor.storage_offset));
     if reach.is_none_or(|reach| reach > held / tensor.dtype.bytes) {
-        let pickle::Pickled {
-            shape,
-            strides,
-            storage_offset,
-            dtype,
-            ..
-        } = tensor;
+        let pickle::Pickled { shape, strides, storage_offset, dtype, .. } = tensor;
         return Err(damaged(format!(
             "{held} bytes do not hold a {} tensor of shape {shape:?}, strides {strides:?}, storage offset {storage_offset}",
             dtype.name
@@ -178,10 +160,7 @@ impl<'a> View<'a> {
         if range.start > range.end || range.end > self.item_bytes {
             return Err(damaged(format!("bytes {range:?} of an item of {}", self.item_bytes)));
         }
-        self.have
-            .iter()
-            .find_map(|window| window.get(&range))
-            .ok_or(Stop::Need(range))
+        self.have.iter().find_map(|window| window.get(&range)).ok_or(Stop::Need(range))
     }
 
     /// Asks for the first of these that is missing, joined with the missing ones next to it.
@@ -289,17 +268,12 @@ fn classify<'r>(records: &'r [Record<'r>]) -> Result<Found<'r>, Stop> {
     if pickle.bytes > PICKLE_LIMIT_BYTES || byteorder.is_some_and(|record| record.bytes > byteorder_limit) {
         return Err(unrecognised("data.pkl or byteorder is too long"));
     }
-    Ok(Found {
-        pickle,
-        byteorder,
-        payload,
-    })
+    Ok(Found { pickle, byteorder, payload })
 }
 
 /// `data/<number>`: new torch numbers storages from 0, old torch by their address.
 fn is_storage(name: &str) -> bool {
-    name.strip_prefix("data/")
-        .is_some_and(|key| !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_digit()))
+    name.strip_prefix("data/").is_some_and(|key| !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 /// The central directory as the end records give it.
@@ -320,10 +294,7 @@ fn read_records<'a>(view: &View<'a>) -> Result<Vec<Record<'a>>, Stop> {
         return Err(damaged("the central directory is longer than its records"));
     }
     let archive = records.first().map(|first| archive_of(first.full_name));
-    if records
-        .iter()
-        .any(|record| Some(archive_of(record.full_name)) != archive)
-    {
+    if records.iter().any(|record| Some(archive_of(record.full_name)) != archive) {
         return Err(unrecognised("its records lie in several folders"));
     }
     bound(&mut records, start)?;
@@ -337,11 +308,7 @@ fn find_directory(view: &View<'_>) -> Result<Directory, Stop> {
         return Err(unrecognised(format!("it is {item_bytes} bytes long")));
     }
     let end_at = item_bytes - zip::END_BYTES;
-    let tail = if item_bytes <= WHOLE_BYTES {
-        0
-    } else {
-        item_bytes - TAIL_BYTES
-    };
+    let tail = if item_bytes <= WHOLE_BYTES { 0 } else { item_bytes - TAIL_BYTES };
     view.get(tail..item_bytes)?;
     let end = view.get(end_at..item_bytes)?;
     let fields = Fields(end);
@@ -361,17 +328,12 @@ fn find_directory(view: &View<'_>) -> Result<Directory, Stop> {
         None => (end_at, short),
     };
     if offset.checked_add(bytes) != Some(ends_at) {
-        return Err(damaged(format!(
-            "central directory at {offset}, {bytes} bytes, must end at {ends_at}"
-        )));
+        return Err(damaged(format!("central directory at {offset}, {bytes} bytes, must end at {ends_at}")));
     }
     if records > MAX_RECORDS || bytes > WHOLE_BYTES {
         return Err(unrecognised(format!("it has {records} records")));
     }
-    Ok(Directory {
-        range: offset..ends_at,
-        records,
-    })
+    Ok(Directory { range: offset..ends_at, records })
 }
 
 /// The zip64 end record, if there is one: its offset, and its records, directory bytes and directory offset.
@@ -405,36 +367,21 @@ fn take_record<'a>(rest: &mut &'a [u8], directory: u64) -> Result<Record<'a>, St
     if !fixed.starts_with(zip::CENTRAL) {
         return Err(damaged("no entry where the central directory has one"));
     }
-    let name = std::str::from_utf8(full_name)
-        .ok()
-        .and_then(|name| name.split_once('/'))
-        .map(|(_, name)| name);
+    let name = std::str::from_utf8(full_name).ok().and_then(|name| name.split_once('/')).map(|(_, name)| name);
     let Some(name) = name else {
         return Err(unrecognised("a record lies in no folder"));
     };
     let (flags, method) = (fields.u16(8), fields.u16(10));
     if flags & !(zip::FLAG_DESCRIPTOR | zip::FLAG_UTF8) != 0 || method != 0 || fields.u16(32) != 0 {
-        return Err(unrecognised(format!(
-            "record {name} has flags {flags:#06x}, method {method}"
-        )));
+        return Err(unrecognised(format!("record {name} has flags {flags:#06x}, method {method}")));
     }
     let mut sizes = [fields.u32(24), fields.u32(20), fields.u32(42)].map(u64::from);
     widen(&mut sizes, extra).ok_or_else(|| damaged(format!("zip64 sizes of record {name}")))?;
     let [bytes, compressed, header] = sizes;
     if bytes != compressed || header.checked_add(bytes).is_none_or(|end| end > directory) {
-        return Err(damaged(format!(
-            "record {name} at {header}: {bytes} bytes, stored as {compressed}"
-        )));
+        return Err(damaged(format!("record {name} at {header}: {bytes} bytes, stored as {compressed}")));
     }
-    Ok(Record {
-        name,
-        full_name,
-        flags,
-        crc32: fields.u32(16),
-        bytes,
-        header,
-        next: directory,
-    })
+    Ok(Record { name, full_name, flags, crc32: fields.u32(16), bytes, header, next: directory })
 }
 
 /// Puts the 64-bit values of the extra field where the short ones ask for them, in that order.

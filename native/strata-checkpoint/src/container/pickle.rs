@@ -45,14 +45,7 @@ pub fn write(spec: &TensorSpec<'_>) -> Result<Vec<u8>, ContainerError> {
     let row = dtype(spec.dtype).ok_or_else(|| ContainerError::UnknownDtype(spec.dtype.to_owned()))?;
     let mut out = Pickler::default();
     out.bytes.extend([op::PROTO, PROTOCOL]);
-    out.global(
-        UTILS,
-        if row.storage.is_some() {
-            REBUILD_TYPED
-        } else {
-            REBUILD_UNTYPED
-        },
-    );
+    out.global(UTILS, if row.storage.is_some() { REBUILD_TYPED } else { REBUILD_UNTYPED });
     out.bytes.extend([op::MARK, op::MARK]);
     out.text("storage");
     match row.storage {
@@ -62,11 +55,7 @@ pub fn write(spec: &TensorSpec<'_>) -> Result<Vec<u8>, ContainerError> {
     out.text("0");
     out.text("cpu");
     // An untyped storage counts bytes.
-    out.int(if row.storage.is_some() {
-        spec.payload_bytes / row.bytes
-    } else {
-        spec.payload_bytes
-    });
+    out.int(if row.storage.is_some() { spec.payload_bytes / row.bytes } else { spec.payload_bytes });
     out.memoized(op::TUPLE);
     out.bytes.push(op::BINPERSID);
     out.int(0);
@@ -171,19 +160,10 @@ pub struct Pickled {
 /// # Errors
 /// `Unrecognised` for every pickle that is not exactly such a one.
 pub fn read(data: &[u8]) -> Result<Pickled, ContainerError> {
-    let mut machine = Machine {
-        data,
-        at: 0,
-        stack: Vec::new(),
-        marks: Vec::new(),
-        memo: Vec::new(),
-    };
+    let mut machine = Machine { data, at: 0, stack: Vec::new(), marks: Vec::new(), memo: Vec::new() };
     machine.run().ok_or_else(|| {
         let at = machine.at;
-        ContainerError::Unrecognised(format!(
-            "data.pkl is not that of one plain tensor (byte {at} of {})",
-            data.len()
-        ))
+        ContainerError::Unrecognised(format!("data.pkl is not that of one plain tensor (byte {at} of {})", data.len()))
     })
 }
 
@@ -282,10 +262,7 @@ impl Machine<'_> {
                 _ => return None,
             }
         }
-        match (
-            self.stack.as_slice(),
-            self.at == self.data.len() && self.marks.is_empty(),
-        ) {
+        match (self.stack.as_slice(), self.at == self.data.len() && self.marks.is_empty()) {
             ([Value::Tensor(tensor)], true) => Some(Pickled::clone(tensor)),
             _ => None,
         }
@@ -310,23 +287,14 @@ impl Machine<'_> {
     }
 
     fn int(&mut self, len: usize) -> Option<()> {
-        let value = self
-            .take(len)?
-            .iter()
-            .rev()
-            .fold(0, |high, byte| high << 8 | u64::from(*byte));
+        let value = self.take(len)?.iter().rev().fold(0, |high, byte| high << 8 | u64::from(*byte));
         self.stack.push(Value::Int(value));
         Some(())
     }
 
     /// Of up to 8 bytes. No count of a tensor is negative.
     fn signed_int(&mut self, len: usize) -> Option<()> {
-        let negative = self
-            .data
-            .get(self.at..)?
-            .get(..len)?
-            .last()
-            .is_some_and(|byte| byte >> 7 == 1);
+        let negative = self.data.get(self.at..)?.get(..len)?.last().is_some_and(|byte| byte >> 7 == 1);
         if len > 8 || negative { None } else { self.int(len) }
     }
 
@@ -365,13 +333,8 @@ impl Value {
 /// The persistent id `('storage', class, key, location, numel)`. The location only says where torch.load would put
 /// the bytes; those on `meta` do not exist.
 fn storage(id: &[Value]) -> Option<Storage> {
-    let [
-        Value::Text(tag),
-        Value::Global(module, class),
-        Value::Text(key),
-        Value::Text(location),
-        Value::Int(numel),
-    ] = id
+    let [Value::Text(tag), Value::Global(module, class), Value::Text(key), Value::Text(location), Value::Int(numel)] =
+        id
     else {
         return None;
     };
@@ -383,11 +346,7 @@ fn storage(id: &[Value]) -> Option<Storage> {
         ("torch", class) => Some(DTYPES.iter().find(|row| row.storage == Some(class))?),
         _ => return None,
     };
-    Some(Storage {
-        dtype,
-        key: key.clone(),
-        numel: *numel,
-    })
+    Some(Storage { dtype, key: key.clone(), numel: *numel })
 }
 
 fn reduce(module: &str, name: &str, args: &[Value]) -> Option<Value> {
@@ -409,14 +368,7 @@ fn reduce(module: &str, name: &str, args: &[Value]) -> Option<Value> {
 /// `rest` is what both ways share: storage offset, size, stride, requires_grad, hooks. A further dict, which marks
 /// conjugate and negative views, is not plain.
 fn rebuild(storage: &Storage, dtype: &'static Dtype, rest: &[Value]) -> Option<Value> {
-    let [
-        Value::Int(storage_offset),
-        Value::Ints(shape),
-        Value::Ints(strides),
-        Value::Bool,
-        Value::Hooks,
-    ] = rest
-    else {
+    let [Value::Int(storage_offset), Value::Ints(shape), Value::Ints(strides), Value::Bool, Value::Hooks] = rest else {
         return None;
     };
     Some(Value::Tensor(Rc::new(Pickled {

@@ -5,20 +5,13 @@ use strata_io::digest::crc32;
 
 use super::{ContainerError, DTYPES, Frame, ParsedItem, Placement, Step, TensorSpec, Window, parse, pickle, span, zip};
 
-const ANYWHERE: Placement = Placement {
-    item_offset: 0,
-    align: 64,
-    residue: 0,
-};
+const ANYWHERE: Placement = Placement { item_offset: 0, align: 64, residue: 0 };
 
 /// The answer, and how many ranges were read for it.
 fn drive(item_bytes: u64, read: impl Fn(Range<u64>) -> Vec<u8>) -> Result<(ParsedItem, usize), ContainerError> {
     let mut have: Vec<(u64, Vec<u8>)> = Vec::new();
     for reads in 0..9 {
-        let windows: Vec<_> = have
-            .iter()
-            .map(|(start, bytes)| Window { start: *start, bytes })
-            .collect();
+        let windows: Vec<_> = have.iter().map(|(start, bytes)| Window { start: *start, bytes }).collect();
         match parse(item_bytes, &windows)? {
             Step::Done(item) => return Ok((item, reads)),
             Step::NeedRange(range) => {
@@ -31,10 +24,7 @@ fn drive(item_bytes: u64, read: impl Fn(Range<u64>) -> Vec<u8>) -> Result<(Parse
 }
 
 fn parse_whole(item: &[u8]) -> Result<ParsedItem, ContainerError> {
-    drive(item.len() as u64, |range| {
-        item[range.start as usize..range.end as usize].to_vec()
-    })
-    .map(|(item, _)| item)
+    drive(item.len() as u64, |range| item[range.start as usize..range.end as usize].to_vec()).map(|(item, _)| item)
 }
 
 fn framed(spec: &TensorSpec<'_>, place: Placement, payload: &[u8]) -> Vec<u8> {
@@ -43,12 +33,7 @@ fn framed(spec: &TensorSpec<'_>, place: Placement, payload: &[u8]) -> Vec<u8> {
 }
 
 fn small_item() -> (Vec<u8>, Vec<u8>) {
-    let spec = TensorSpec {
-        dtype: "float32",
-        shape: &[2, 3],
-        strides: &[3, 1],
-        payload_bytes: 24,
-    };
+    let spec = TensorSpec { dtype: "float32", shape: &[2, 3], strides: &[3, 1], payload_bytes: 24 };
     let payload: Vec<u8> = (0..24).collect();
     (framed(&spec, ANYWHERE, &payload), payload)
 }
@@ -66,51 +51,21 @@ fn archive(records: &[(&str, &[u8])]) -> Vec<u8> {
     let (mut out, mut central) = (Vec::new(), Vec::new());
     for (name, data) in records {
         let header = out.len() as u32;
-        let sizes = [crc32(data), data.len() as u32, data.len() as u32]
-            .map(u32::to_le_bytes)
-            .concat();
+        let sizes = [crc32(data), data.len() as u32, data.len() as u32].map(u32::to_le_bytes).concat();
         let name_bytes = (name.len() as u16).to_le_bytes();
-        out.extend(
-            [
-                &zip::LOCAL[..],
-                &[0; 10],
-                &sizes,
-                &name_bytes,
-                &[0; 2],
-                name.as_bytes(),
-                data,
-            ]
-            .concat(),
-        );
+        out.extend([&zip::LOCAL[..], &[0; 10], &sizes, &name_bytes, &[0; 2], name.as_bytes(), data].concat());
         central.extend([&zip::CENTRAL[..], &[0; 12], &sizes, &name_bytes, &[0; 12]].concat());
         central.extend([&header.to_le_bytes(), name.as_bytes()].concat());
     }
     let (start, len) = (out.len() as u32, central.len() as u32);
     let count = (records.len() as u16).to_le_bytes();
     out.extend(central);
-    out.extend(
-        [
-            &zip::END[..],
-            &[0; 4],
-            &count,
-            &count,
-            &len.to_le_bytes(),
-            &start.to_le_bytes(),
-            &[0; 2],
-        ]
-        .concat(),
-    );
+    out.extend([&zip::END[..], &[0; 4], &count, &count, &len.to_le_bytes(), &start.to_le_bytes(), &[0; 2]].concat());
     out
 }
 
 fn pickle_of(dtype: &str, shape: &[u64], strides: &[u64], payload_bytes: u64) -> Vec<u8> {
-    pickle::write(&TensorSpec {
-        dtype,
-        shape,
-        strides,
-        payload_bytes,
-    })
-    .unwrap()
+    pickle::write(&TensorSpec { dtype, shape, strides, payload_bytes }).unwrap()
 }
 
 /// An archive of a float32 tensor with one record replaced, added or, given `None`, left out.
@@ -124,20 +79,11 @@ fn archive_with(name: &str, data: Option<&[u8]>) -> Vec<u8> {
 
 #[test]
 fn an_item_is_as_long_as_said_and_its_payload_stands_where_asked() {
-    let spec = TensorSpec {
-        dtype: "bfloat16",
-        shape: &[5],
-        strides: &[1],
-        payload_bytes: 10,
-    };
+    let spec = TensorSpec { dtype: "bfloat16", shape: &[5], strides: &[1], payload_bytes: 10 };
     for align in [64, 512, 4096, 32_768] {
         for residue in [0, 64, align - 64].into_iter().filter(|residue| *residue < align) {
             for item_offset in [0, 64, 999, 4096, (1 << 40) + 17] {
-                let place = Placement {
-                    item_offset,
-                    align,
-                    residue,
-                };
+                let place = Placement { item_offset, align, residue };
                 let frame = Frame::new(&spec, place).unwrap();
                 let prefix_bytes = frame.prefix().len() as u64;
                 assert_eq!((item_offset + prefix_bytes) % align, residue);
@@ -153,21 +99,8 @@ fn an_item_is_as_long_as_said_and_its_payload_stands_where_asked() {
 #[test]
 fn a_payload_of_any_size_is_found_in_two_reads() {
     for payload_bytes in [0, 1, 65_536, (1 << 32) - 2, (1 << 32) - 1, 1 << 32, 1 << 45] {
-        let spec = TensorSpec {
-            dtype: "uint8",
-            shape: &[payload_bytes],
-            strides: &[1],
-            payload_bytes,
-        };
-        let frame = Frame::new(
-            &spec,
-            Placement {
-                item_offset: 64,
-                align: 4096,
-                residue: 128,
-            },
-        )
-        .unwrap();
+        let spec = TensorSpec { dtype: "uint8", shape: &[payload_bytes], strides: &[1], payload_bytes };
+        let frame = Frame::new(&spec, Placement { item_offset: 64, align: 4096, residue: 128 }).unwrap();
         let (head, tail) = (frame.prefix(), frame.suffix(0xABCD_EF01));
         let tail_at = head.len() as u64 + payload_bytes;
         let byte = |at: u64| match at {
@@ -184,60 +117,20 @@ fn a_payload_of_any_size_is_found_in_two_reads() {
 
 #[test]
 fn a_tensor_that_its_payload_cannot_hold_is_not_framed() {
-    let base = TensorSpec {
-        dtype: "int16",
-        shape: &[2, 3],
-        strides: &[3, 1],
-        payload_bytes: 12,
-    };
+    let base = TensorSpec { dtype: "int16", shape: &[2, 3], strides: &[3, 1], payload_bytes: 12 };
     let refused = |spec| matches!(Frame::new(&spec, ANYWHERE), Err(ContainerError::Invalid(_)));
     assert!(!refused(base));
-    assert!(refused(TensorSpec {
-        payload_bytes: 10,
-        ..base
-    }));
-    assert!(refused(TensorSpec {
-        payload_bytes: 13,
-        ..base
-    }));
+    assert!(refused(TensorSpec { payload_bytes: 10, ..base }));
+    assert!(refused(TensorSpec { payload_bytes: 13, ..base }));
     assert!(refused(TensorSpec { strides: &[3], ..base }));
-    assert!(refused(TensorSpec {
-        strides: &[4, 1],
-        ..base
-    }));
-    assert!(refused(TensorSpec {
-        shape: &[1 << 40, 1 << 40],
-        strides: &[0, 0],
-        ..base
-    }));
-    assert!(refused(TensorSpec {
-        shape: &[u64::MAX],
-        ..base
-    }));
-    assert!(refused(TensorSpec {
-        shape: &[1; 40_000],
-        strides: &[1; 40_000],
-        ..base
-    }));
-    assert!(refused(TensorSpec {
-        payload_bytes: u64::MAX - 1,
-        ..base
-    }));
-    let unknown = Frame::new(
-        &TensorSpec {
-            dtype: "quint8",
-            ..base
-        },
-        ANYWHERE,
-    );
+    assert!(refused(TensorSpec { strides: &[4, 1], ..base }));
+    assert!(refused(TensorSpec { shape: &[1 << 40, 1 << 40], strides: &[0, 0], ..base }));
+    assert!(refused(TensorSpec { shape: &[u64::MAX], ..base }));
+    assert!(refused(TensorSpec { shape: &[1; 40_000], strides: &[1; 40_000], ..base }));
+    assert!(refused(TensorSpec { payload_bytes: u64::MAX - 1, ..base }));
+    let unknown = Frame::new(&TensorSpec { dtype: "quint8", ..base }, ANYWHERE);
     assert_eq!(unknown, Err(ContainerError::UnknownDtype("quint8".to_owned())));
-    for place in [
-        Placement {
-            residue: 64,
-            ..ANYWHERE
-        },
-        Placement { align: 96, ..ANYWHERE },
-    ] {
+    for place in [Placement { residue: 64, ..ANYWHERE }, Placement { align: 96, ..ANYWHERE }] {
         assert!(matches!(Frame::new(&base, place), Err(ContainerError::Invalid(_))));
     }
 }
@@ -280,11 +173,7 @@ fn an_archive_that_is_no_plain_little_endian_tensor_is_left_to_torch() {
         vec![0; 100_000],
     ];
     for (case, item) in cases.iter().enumerate() {
-        assert!(
-            is_unrecognised(&parse_whole(item)),
-            "case {case}: {:?}",
-            parse_whole(item)
-        );
+        assert!(is_unrecognised(&parse_whole(item)), "case {case}: {:?}", parse_whole(item));
     }
     let many: Vec<_> = (0..100).map(|i| format!("x/{i}")).collect();
     let many: Vec<_> = many.iter().map(|name| (name.as_str(), &b""[..])).collect();
@@ -315,10 +204,7 @@ fn storage_that_does_not_fit_the_tensor_is_damage() {
         pickle_of("uint16", &[5], &[1], 8),
     ];
     for (case, data_pkl) in cases.iter().enumerate() {
-        assert!(
-            is_damaged(&parse_whole(&archive_with("x/data.pkl", Some(data_pkl)))),
-            "case {case}"
-        );
+        assert!(is_damaged(&parse_whole(&archive_with("x/data.pkl", Some(data_pkl)))), "case {case}");
     }
 }
 
@@ -326,12 +212,8 @@ fn storage_that_does_not_fit_the_tensor_is_damage() {
 fn two_records_of_one_name_are_damage() {
     let data_pkl = pickle_of("uint8", &[1], &[1], 1);
     for name in ["x/data.pkl", "x/data/0", "x/version"] {
-        let records: [(&str, &[u8]); 4] = [
-            ("x/data.pkl", &data_pkl),
-            ("x/data/0", b"a"),
-            ("x/version", b"3\n"),
-            (name, b"a"),
-        ];
+        let records: [(&str, &[u8]); 4] =
+            [("x/data.pkl", &data_pkl), ("x/data/0", b"a"), ("x/version", b"3\n"), (name, b"a")];
         assert!(is_damaged(&parse_whole(&archive(&records))), "{name}");
     }
 }
@@ -370,10 +252,7 @@ fn a_lying_offset_size_or_length_is_refused() {
             item[at..at + 4].copy_from_slice(&told.wrapping_add(lie).to_le_bytes());
             let parsed = parse_whole(&item);
             // The offset of a record that is not read may lie within its gap; nothing found may change by it.
-            assert!(
-                parsed.is_err() || parsed == parse_whole(&small_item().0),
-                "field at {at}, {lie}: {parsed:?}"
-            );
+            assert!(parsed.is_err() || parsed == parse_whole(&small_item().0), "field at {at}, {lie}: {parsed:?}");
         }
     }
     assert!(parse(u64::MAX, &[]).is_err());
@@ -423,10 +302,7 @@ fn a_hostile_pickle_is_not_recognised() {
         wide,
     ];
     for (case, data) in cases.iter().enumerate() {
-        assert!(
-            matches!(pickle::read(data), Err(ContainerError::Unrecognised(_))),
-            "case {case}"
-        );
+        assert!(matches!(pickle::read(data), Err(ContainerError::Unrecognised(_))), "case {case}");
     }
     for len in 0..good.len() {
         assert!(pickle::read(&good[..len]).is_err());
@@ -447,12 +323,7 @@ fn any_tensor() -> impl Strategy<Value = (&'static str, Vec<u64>, Vec<u64>, Vec<
         }
         let shape: Vec<u64> = dims.iter().map(|dim| dim.0).collect();
         let payload_bytes = span(&shape, &strides).unwrap() * DTYPES[row].bytes;
-        (
-            DTYPES[row].name,
-            shape,
-            strides,
-            (0..payload_bytes).map(|at| at as u8 ^ seed).collect(),
-        )
+        (DTYPES[row].name, shape, strides, (0..payload_bytes).map(|at| at as u8 ^ seed).collect())
     })
 }
 

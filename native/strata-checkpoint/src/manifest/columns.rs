@@ -57,20 +57,23 @@ pub fn encode_items(items: &[Item]) -> (ItemGroup, Vec<u8>, Vec<u8>) {
 /// What does not fit together, without the file's name.
 pub fn decode_items(group: &ItemGroup, digests: &[u8], inline: &Bytes, num_objects: usize) -> Result<Vec<Item>, Fault> {
     let rows = group.kind.len();
-    same_length(rows, &[
-        ("fqn_shared", group.fqn_shared.len()),
-        ("fqn_rest", group.fqn_rest.len()),
-        ("dtype", group.dtype.len()),
-        ("object", group.object.len()),
-        ("item_offset", group.item_offset.len()),
-        ("item_bytes", group.item_bytes.len()),
-        ("payload_skip", group.payload_skip.len()),
-        ("payload_bytes", group.payload_bytes.len()),
-        ("num_dims_plus_one", group.num_dims_plus_one.len()),
-        ("index_plus_one", group.index_plus_one.len()),
-        ("inline_plus_one", group.inline_plus_one.len()),
-        ("encoding", group.encoding.len()),
-    ])?;
+    same_length(
+        rows,
+        &[
+            ("fqn_shared", group.fqn_shared.len()),
+            ("fqn_rest", group.fqn_rest.len()),
+            ("dtype", group.dtype.len()),
+            ("object", group.object.len()),
+            ("item_offset", group.item_offset.len()),
+            ("item_bytes", group.item_bytes.len()),
+            ("payload_skip", group.payload_skip.len()),
+            ("payload_bytes", group.payload_bytes.len()),
+            ("num_dims_plus_one", group.num_dims_plus_one.len()),
+            ("index_plus_one", group.index_plus_one.len()),
+            ("inline_plus_one", group.inline_plus_one.len()),
+            ("encoding", group.encoding.len()),
+        ],
+    )?;
     let dtypes: Vec<Arc<str>> = group.dtypes.iter().map(|word| Arc::from(word.as_str())).collect();
     let mut names = FrontDecoder::new(&group.fqn_bytes);
     let mut dims = Cursor::new(&group.shape, "shape");
@@ -199,17 +202,20 @@ pub(super) fn encode_entries(entries: &[(u64, &Entry)]) -> TensorGroup {
 /// Entries of one group with their positions.
 pub(super) fn decode_entries(group: &TensorGroup) -> Result<Vec<(u64, Entry)>, Fault> {
     let rows = group.is_tensor.len();
-    same_length(rows, &[
-        ("fqn_shared", group.fqn_shared.len()),
-        ("fqn_rest", group.fqn_rest.len()),
-        ("position", group.position.len()),
-        ("dtype", group.dtype.len()),
-        ("num_dims", group.num_dims.len()),
-        ("has_strides", group.has_strides.len()),
-        ("flags", group.flags.len()),
-        ("memory_format", group.memory_format.len()),
-        ("layout", group.layout.len()),
-    ])?;
+    same_length(
+        rows,
+        &[
+            ("fqn_shared", group.fqn_shared.len()),
+            ("fqn_rest", group.fqn_rest.len()),
+            ("position", group.position.len()),
+            ("dtype", group.dtype.len()),
+            ("num_dims", group.num_dims.len()),
+            ("has_strides", group.has_strides.len()),
+            ("flags", group.flags.len()),
+            ("memory_format", group.memory_format.len()),
+            ("layout", group.layout.len()),
+        ],
+    )?;
     let mut names = FrontDecoder::new(&group.fqn_bytes);
     let mut sizes = Cursor::new(&group.size, "size");
     let mut strides = Cursor::new(&group.strides, "strides");
@@ -262,7 +268,8 @@ impl<'a, T: Clone> Cursor<'a, T> {
     }
 
     fn take(&mut self, count: usize) -> Result<Vec<T>, Fault> {
-        let (head, tail) = self.left.split_at_checked(count).ok_or_else(|| format!("column {} ends early", self.name))?;
+        let (head, tail) =
+            self.left.split_at_checked(count).ok_or_else(|| format!("column {} ends early", self.name))?;
         self.left = tail;
         Ok(head.to_vec())
     }

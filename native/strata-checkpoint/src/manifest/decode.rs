@@ -145,7 +145,10 @@ fn check_items(items: &[Item], header: &v1::ManifestHeader, objects: &[Object]) 
 
 fn section_bytes(section: &v1::Section, body: &Bytes) -> Result<Bytes, Fault> {
     if !section.compression.is_empty() {
-        return Err(format!("a section has the compression {:?}, which this reader does not know", section.compression));
+        return Err(format!(
+            "a section has the compression {:?}, which this reader does not know",
+            section.compression
+        ));
     }
     let end = section.offset.checked_add(section.length).filter(|end| *end <= body.len() as u64);
     let bytes = body.slice(section.offset as usize..end.ok_or("a section ends behind the file")? as usize);

@@ -63,11 +63,7 @@ pub fn encode(manifest: &Manifest) -> Vec<u8> {
 }
 
 pub(crate) fn stored_object(object: &Object) -> v1::StoredObject {
-    v1::StoredObject {
-        name: object.name.clone(),
-        size: object.size,
-        reference: object.reference.map_or(0, |r| r + 1),
-    }
+    v1::StoredObject { name: object.name.clone(), size: object.size, reference: object.reference.map_or(0, |r| r + 1) }
 }
 
 #[derive(Default)]

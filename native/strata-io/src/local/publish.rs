@@ -60,10 +60,7 @@ impl Calls {
 /// Whether the answer means "not on this mount" and not "not with these names".
 fn is_unavailable(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw_os_error);
-    matches!(
-        errno,
-        Some(Errno::NOSYS | Errno::PERM | Errno::OPNOTSUPP | Errno::INVAL)
-    )
+    matches!(errno, Some(Errno::NOSYS | Errno::PERM | Errno::OPNOTSUPP | Errno::INVAL))
 }
 
 /// Which directories this store has made and swept.
@@ -93,26 +90,18 @@ impl Shared {
             _ => {}
         }
         published.map_err(|error| failure("write", path, error))?;
-        self.sync_directory(parent(path))
-            .map_err(|error| failure("sync the directory of", path, error))
+        self.sync_directory(parent(path)).map_err(|error| failure("sync the directory of", path, error))
     }
 
     /// Makes the directory of `path` with all it lies in, and makes every new one durable.
     pub(super) fn make_parent(&self, path: &Path) -> Result<()> {
         let directory = parent(path);
-        let _making = self
-            .directories
-            .making
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
-        let missing: Vec<&Path> = directory
-            .ancestors()
-            .take_while(|at| !at.as_os_str().is_empty() && !at.exists())
-            .collect();
+        let _making = self.directories.making.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let missing: Vec<&Path> =
+            directory.ancestors().take_while(|at| !at.as_os_str().is_empty() && !at.exists()).collect();
         fs::create_dir_all(directory).map_err(|error| failure("make the directory", directory, error))?;
         for made in missing {
-            self.sync_directory(parent(made))
-                .map_err(|error| failure("sync the directory of", made, error))?;
+            self.sync_directory(parent(made)).map_err(|error| failure("sync the directory of", made, error))?;
         }
         Ok(())
     }
@@ -174,11 +163,7 @@ impl Shared {
 
     /// Removes what processes that died left in `directory`: once a store and directory, best effort.
     fn sweep(&self, directory: &Path) {
-        let mut swept = self
-            .directories
-            .swept
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut swept = self.directories.swept.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if !swept.insert(directory.to_owned()) {
             return;
         }
@@ -209,11 +194,7 @@ pub(super) fn parent(path: &Path) -> &Path {
 fn stage_name() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let random = RandomState::new().hash_one(std::process::id());
-    format!(
-        "{STAGE_PREFIX}{random:016x}-{}-{}",
-        std::process::id(),
-        COUNT.fetch_add(1, Ordering::Relaxed)
-    )
+    format!("{STAGE_PREFIX}{random:016x}-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))
 }
 
 fn is_same_file(a: &Path, b: &Path) -> bool {

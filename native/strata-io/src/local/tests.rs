@@ -14,15 +14,8 @@ const BROKEN: fn(&Path, &Path) -> io::Result<()> = |_, _| Err(rustix::io::Errno:
 /// A good mount, one without hard links, one without anything.
 const MOUNTS: [Calls; 3] = [
     Calls::SYSTEM,
-    Calls {
-        link: UNAVAILABLE,
-        ..Calls::SYSTEM
-    },
-    Calls {
-        link: UNAVAILABLE,
-        rename_new: UNAVAILABLE,
-        rename: UNAVAILABLE,
-    },
+    Calls { link: UNAVAILABLE, ..Calls::SYSTEM },
+    Calls { link: UNAVAILABLE, rename_new: UNAVAILABLE, rename: UNAVAILABLE },
 ];
 
 fn config(direct_io: bool) -> IoConfig {
@@ -64,12 +57,7 @@ fn bytes_at(residue: usize, len: usize, seed: u64) -> Bytes {
 }
 
 fn part(index: u32, offset: u64, pieces: Vec<Bytes>) -> Part {
-    Part {
-        index,
-        offset,
-        pieces,
-        crc32: 0,
-    }
+    Part { index, offset, pieces, crc32: 0 }
 }
 
 /// Writes `parts` (sizes and contents as given, one after the other) at once and finishes.
@@ -96,26 +84,14 @@ async fn bytes_come_back_equal_from_every_place_in_memory_and_file() {
     let folder = folder();
     for direct in [false, true] {
         let store = LocalStore::new("here", folder.path().to_str().expect("UTF-8"), config(direct));
-        for (case, (residue, shift)) in [
-            (0, 0),
-            (64, 64),
-            (64, 0),
-            (1, 1),
-            (511, 1023),
-            (512, 0),
-            (4032, 4032),
-            (4095, 4095),
-            (3648, 64),
-        ]
-        .into_iter()
-        .enumerate()
+        for (case, (residue, shift)) in
+            [(0, 0), (64, 64), (64, 0), (1, 1), (511, 1023), (512, 0), (4032, 4032), (4095, 4095), (3648, 64)]
+                .into_iter()
+                .enumerate()
         {
             let name = format!("{direct}/{case}");
-            let [head, payload, tail] = [
-                bytes_at(8, shift, 1),
-                bytes_at(residue, 5 * MIB + 12_345, case as u64 + 2),
-                bytes_at(3, 777, 3),
-            ];
+            let [head, payload, tail] =
+                [bytes_at(8, shift, 1), bytes_at(residue, 5 * MIB + 12_345, case as u64 + 2), bytes_at(3, 777, 3)];
             let whole: Vec<u8> = [&head[..], &payload[..], &tail[..]].concat();
             // Cut as a scheduler would: at multiples of the part size in the file.
             let cut = 2 * MIB - shift;
@@ -126,10 +102,7 @@ async fn bytes_come_back_equal_from_every_place_in_memory_and_file() {
             ];
             write(&store, &name, &parts).await.expect("written");
             let path = folder.path().join(&name);
-            assert!(
-                fs::read(&path).expect("there") == whole,
-                "written at {residue}, {shift}"
-            );
+            assert!(fs::read(&path).expect("there") == whole, "written at {residue}, {shift}");
             for cold in [false, true] {
                 if cold {
                     evict(&path);
@@ -171,10 +144,7 @@ async fn parts_whose_edges_share_pages_do_not_damage_each_other() {
         let name = format!("{round}");
         write(&store, &name, &parts).await.expect("written");
         let path = folder.path().join(&name);
-        assert!(
-            fs::read(&path).expect("there") == whole,
-            "from the page cache, round {round}"
-        );
+        assert!(fs::read(&path).expect("there") == whole, "from the page cache, round {round}");
         evict(&path);
         assert!(fs::read(&path).expect("there") == whole, "from the disk, round {round}");
         fs::remove_file(&path).expect("removed");
@@ -186,17 +156,11 @@ async fn a_small_object_is_read_back_and_replaced_on_every_mount() {
     for calls in MOUNTS {
         let folder = folder();
         let store = store_on(&folder.path().join("new/root"), calls);
-        store
-            .put("a/b", Bytes::from_static(b"first"), PutMode::Create)
-            .await
-            .expect("created");
+        store.put("a/b", Bytes::from_static(b"first"), PutMode::Create).await.expect("created");
         let again = store.put("a/b", Bytes::from_static(b"other"), PutMode::Create).await;
         assert!(matches!(again, Err(Error::AlreadyExists { .. })), "{again:?}");
         assert_eq!(store.read("a/b", None).await.expect("read"), "first");
-        store
-            .put("a/b", Bytes::from_static(b"second"), PutMode::Overwrite)
-            .await
-            .expect("replaced");
+        store.put("a/b", Bytes::from_static(b"second"), PutMode::Overwrite).await.expect("replaced");
         assert_eq!(store.read("a/b", Some(1..3)).await.expect("read"), "ec");
         assert_eq!(store.size("a/b").await.expect("there"), 6);
         let files = fs::read_dir(folder.path().join("new/root/a")).expect("there").count();
@@ -232,43 +196,18 @@ async fn of_sixteen_racing_creators_one_wins_and_its_bytes_stay() {
 #[tokio::test]
 async fn a_put_that_fails_or_dies_leaves_the_old_object() {
     let folder = folder();
-    store(folder.path())
-        .put("x", Bytes::from_static(b"old"), PutMode::Overwrite)
-        .await
-        .expect("written");
-    let broken = store_on(
-        folder.path(),
-        Calls {
-            rename: BROKEN,
-            link: BROKEN,
-            ..Calls::SYSTEM
-        },
-    );
+    store(folder.path()).put("x", Bytes::from_static(b"old"), PutMode::Overwrite).await.expect("written");
+    let broken = store_on(folder.path(), Calls { rename: BROKEN, link: BROKEN, ..Calls::SYSTEM });
     let failed = broken.put("x", Bytes::from_static(b"new"), PutMode::Overwrite).await;
     assert!(matches!(failed, Err(Error::Io { errno: Some(5), .. })), "{failed:?}");
-    assert!(
-        broken
-            .put("y", Bytes::from_static(b"new"), PutMode::Create)
-            .await
-            .is_err()
-    );
-    assert_eq!(
-        fs::read_dir(folder.path()).expect("there").count(),
-        1,
-        "what failed is cleaned up"
-    );
+    assert!(broken.put("y", Bytes::from_static(b"new"), PutMode::Create).await.is_err());
+    assert_eq!(fs::read_dir(folder.path()).expect("there").count(), 1, "what failed is cleaned up");
     // A process that dies before it publishes leaves its staged file.
     fs::write(folder.path().join(".tmp-dead"), b"half").expect("written");
     let store = store(folder.path());
     assert_eq!(store.read("x", None).await.expect("read"), "old");
     let listed = store.list("").await.expect("listed");
-    assert_eq!(
-        listed,
-        [ObjectInfo {
-            name: "x".into(),
-            size: 3
-        }]
-    );
+    assert_eq!(listed, [ObjectInfo { name: "x".into(), size: 3 }]);
 }
 
 #[tokio::test]
@@ -276,20 +215,13 @@ async fn a_put_removes_stale_staged_files_and_no_others() {
     let folder = folder();
     let make = |name: &str, age: u64| {
         let file = File::create(folder.path().join(name)).expect("created");
-        file.set_modified(SystemTime::now() - Duration::from_secs(age))
-            .expect("set");
+        file.set_modified(SystemTime::now() - Duration::from_secs(age)).expect("set");
     };
     make(".tmp-stale", 7200);
     make(".tmp-fresh", 60);
     make("old-object", 7200);
-    store(folder.path())
-        .put("x", Bytes::new(), PutMode::Create)
-        .await
-        .expect("created");
-    let mut left: Vec<_> = fs::read_dir(folder.path())
-        .expect("there")
-        .map(|e| e.expect("entry").file_name())
-        .collect();
+    store(folder.path()).put("x", Bytes::new(), PutMode::Create).await.expect("created");
+    let mut left: Vec<_> = fs::read_dir(folder.path()).expect("there").map(|e| e.expect("entry").file_name()).collect();
     left.sort();
     assert_eq!(left, [".tmp-fresh", "old-object", "x"]);
 }
@@ -301,19 +233,10 @@ async fn a_full_disk_is_errno_28_and_abort_leaves_nothing() {
     let path = folder.path().join("big");
     // /dev/full answers every write with ENOSPC.
     let full = File::options().write(true).open("/dev/full").expect("Linux has it");
-    let writer = writer::LocalWriter::create(store.shared.clone(), path.clone(), 3)
-        .expect("created")
-        .onto(full);
+    let writer = writer::LocalWriter::create(store.shared.clone(), path.clone(), 3).expect("created").onto(full);
     let writer: Box<dyn ObjectWriter> = Box::new(writer);
     let failed = writer.write_part(part(0, 0, vec![Bytes::from_static(b"abc")])).await;
-    let Err(Error::Io {
-        errno: Some(28),
-        object,
-        ..
-    }) = failed
-    else {
-        panic!("{failed:?}")
-    };
+    let Err(Error::Io { errno: Some(28), object, .. }) = failed else { panic!("{failed:?}") };
     assert_eq!(object, path.display().to_string());
     assert!(path.exists());
     writer.abort().await;
@@ -327,21 +250,12 @@ async fn an_object_with_a_gap_is_not_finished_and_a_name_is_not_used_twice() {
     let writer = store.create("x", 6).await.expect("created");
     let twice = store.create("x", 6).await;
     assert!(matches!(twice, Err(Error::AlreadyExists { .. })), "{twice:?}");
-    writer
-        .write_part(part(1, 4, vec![Bytes::from_static(b"ef")]))
-        .await
-        .expect("written");
+    writer.write_part(part(1, 4, vec![Bytes::from_static(b"ef")])).await.expect("written");
     let beyond = writer.write_part(part(2, 5, vec![Bytes::from_static(b"gh")])).await;
     assert!(matches!(beyond, Err(Error::Mismatch { .. })), "{beyond:?}");
     let gap = writer.finish().await;
     assert!(matches!(gap, Err(Error::Mismatch { .. })), "{gap:?}");
-    store
-        .create("empty", 0)
-        .await
-        .expect("created")
-        .finish()
-        .await
-        .expect("finished");
+    store.create("empty", 0).await.expect("created").finish().await.expect("finished");
     assert_eq!(store.read("empty", None).await.expect("read"), "");
 }
 
@@ -353,15 +267,10 @@ async fn a_read_past_the_end_names_both_sizes() {
         fs::write(folder.path().join("x"), vec![7; wanted - 3]).expect("written");
         for range in [0..wanted as u64, wanted as u64..2 * wanted as u64] {
             let failed = store.read_into("x", range.clone(), vec![LentMut::owned(wanted)]).await;
-            let Err(Error::Mismatch { expected, found, .. }) = failed else {
-                panic!("{failed:?}")
-            };
+            let Err(Error::Mismatch { expected, found, .. }) = failed else { panic!("{failed:?}") };
             assert!(expected.starts_with("at least "), "{expected}");
             assert_eq!(found, format!("{} bytes", wanted - 3));
-            assert!(matches!(
-                store.read("x", Some(range)).await,
-                Err(Error::Mismatch { .. })
-            ));
+            assert!(matches!(store.read("x", Some(range)).await, Err(Error::Mismatch { .. })));
         }
     }
 }
@@ -382,19 +291,12 @@ async fn memory_stays_lent_until_the_running_call_has_ended() {
     }));
     assert!(futures::poll!(&mut call).is_pending());
     assert!(futures::poll!(&mut call).is_pending());
-    has_started
-        .recv_timeout(Duration::from_secs(30))
-        .expect("the call runs");
+    has_started.recv_timeout(Duration::from_secs(30)).expect("the call runs");
     drop(call);
     assert_eq!(Arc::strong_count(&memory), 2, "the call still has it");
     release.send(()).expect("the call waits");
     let all = store.shared.config.max_concurrency as u32;
-    let _all = store
-        .shared
-        .permits
-        .acquire_many(all)
-        .await
-        .expect("every call has ended");
+    let _all = store.shared.permits.acquire_many(all).await.expect("every call has ended");
     assert_eq!(Arc::strong_count(&memory), 1);
 }
 
@@ -402,26 +304,9 @@ async fn memory_stays_lent_until_the_running_call_has_ended() {
 async fn names_and_prefixes_never_leave_the_root() {
     let folder = folder();
     let store = store(folder.path());
-    for name in [
-        "",
-        "/etc/passwd",
-        "../x",
-        "a/../../x",
-        "a//b",
-        "a/",
-        "./a",
-        "a\0b",
-        ".tmp-x",
-        "a/.tmp-x",
-    ] {
+    for name in ["", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "./a", "a\0b", ".tmp-x", "a/.tmp-x"] {
         assert!(matches!(store.size(name).await, Err(Error::Config(_))), "{name:?}");
-        assert!(
-            matches!(
-                store.put(name, Bytes::new(), PutMode::Create).await,
-                Err(Error::Config(_))
-            ),
-            "{name:?}"
-        );
+        assert!(matches!(store.put(name, Bytes::new(), PutMode::Create).await, Err(Error::Config(_))), "{name:?}");
         assert!(matches!(store.create(name, 1).await, Err(Error::Config(_))), "{name:?}");
         assert!(matches!(store.delete(name).await, Err(Error::Config(_))), "{name:?}");
     }
@@ -436,17 +321,11 @@ async fn listing_shows_direct_children_sorted_and_tells_no_root_from_an_empty_fo
     let missing = store(&folder.path().join("missing"));
     for prefix in ["", "a/"] {
         assert!(matches!(missing.list(prefix).await, Err(Error::NotFound { .. })));
-        assert!(matches!(
-            missing.list_folders(prefix).await,
-            Err(Error::NotFound { .. })
-        ));
+        assert!(matches!(missing.list_folders(prefix).await, Err(Error::NotFound { .. })));
     }
     let store = store(folder.path());
     for name in ["b", "a", "f/2", "f/1", "f/g/x", "e/y"] {
-        store
-            .put(name, Bytes::from_static(b"12"), PutMode::Create)
-            .await
-            .expect("created");
+        store.put(name, Bytes::from_static(b"12"), PutMode::Create).await.expect("created");
     }
     let names = |infos: Vec<ObjectInfo>| infos.into_iter().map(|info| info.name).collect::<Vec<_>>();
     assert_eq!(names(store.list("").await.expect("listed")), ["a", "b"]);
@@ -479,10 +358,7 @@ fn errors_of_the_system_get_the_class_the_caller_acts_on() {
 fn new_files_get_the_permissions_the_umask_leaves() {
     let folder = folder();
     let store = store(folder.path());
-    store
-        .shared
-        .put(&folder.path().join("x"), b"1", PutMode::Overwrite)
-        .expect("written");
+    store.shared.put(&folder.path().join("x"), b"1", PutMode::Overwrite).expect("written");
     let plain = File::create(folder.path().join("y")).expect("created");
     let mode = |file: &File| file.metadata().expect("there").permissions().mode();
     assert_eq!(mode(&File::open(folder.path().join("x")).expect("there")), mode(&plain));

@@ -104,11 +104,7 @@ impl Piece for &[u8] {
         self.split_at(at)
     }
     fn transfer(file: &File, pieces: &mut VecDeque<Self>, offset: u64) -> rustix::io::Result<usize> {
-        let slices: Vec<_> = pieces
-            .iter()
-            .take(SLICES_A_CALL)
-            .map(|piece| IoSlice::new(piece))
-            .collect();
+        let slices: Vec<_> = pieces.iter().take(SLICES_A_CALL).map(|piece| IoSlice::new(piece)).collect();
         rustix::io::pwritev(file, &slices, offset)
     }
 }
@@ -129,11 +125,7 @@ impl Piece for &mut [u8] {
 }
 
 fn io_slices<'a>(pieces: &'a mut VecDeque<&mut [u8]>) -> Vec<IoSliceMut<'a>> {
-    pieces
-        .iter_mut()
-        .take(SLICES_A_CALL)
-        .map(|piece| IoSliceMut::new(piece))
-        .collect()
+    pieces.iter_mut().take(SLICES_A_CALL).map(|piece| IoSliceMut::new(piece)).collect()
 }
 
 /// Takes the first `bytes` out of `pieces`.
@@ -191,22 +183,13 @@ impl OpenFile {
 
     /// Writes all of `pieces` from `offset` on.
     pub(super) fn write(&self, pieces: &[Bytes], offset: u64) -> Result<()> {
-        let pieces = pieces
-            .iter()
-            .map(|piece| &piece[..])
-            .filter(|piece| !piece.is_empty())
-            .collect();
-        self.transfer(pieces, offset)
-            .map_err(|error| failure("write", &self.path, error))
+        let pieces = pieces.iter().map(|piece| &piece[..]).filter(|piece| !piece.is_empty()).collect();
+        self.transfer(pieces, offset).map_err(|error| failure("write", &self.path, error))
     }
 
     /// Fills all of `targets` from `offset` on.
     pub(super) fn read(&self, mut targets: Vec<LentMut>, offset: u64) -> Result<()> {
-        let pieces: VecDeque<_> = targets
-            .iter_mut()
-            .map(|t| t.as_mut_slice())
-            .filter(|t| !t.is_empty())
-            .collect();
+        let pieces: VecDeque<_> = targets.iter_mut().map(|t| t.as_mut_slice()).filter(|t| !t.is_empty()).collect();
         let end = offset + pieces.iter().map(|piece| piece.len() as u64).sum::<u64>();
         self.read_pieces(pieces, offset, end)
     }
@@ -249,11 +232,7 @@ impl OpenFile {
 
     /// Reads `range`, or all there is, into memory of its own.
     pub(super) fn read_fresh(&self, range: Option<Range<u64>>) -> Result<Bytes> {
-        let size = self
-            .buffered
-            .metadata()
-            .map_err(|error| failure("look up", &self.path, error))?
-            .len();
+        let size = self.buffered.metadata().map_err(|error| failure("look up", &self.path, error))?.len();
         let range = range.unwrap_or(0..size);
         if range.start > range.end {
             return Err(Error::Config(format!(
@@ -319,11 +298,7 @@ impl OpenFile {
 
     /// Moves all of `pieces`, each run its way.
     fn transfer<P: Piece>(&self, mut pieces: VecDeque<P>, offset: u64) -> io::Result<()> {
-        let runs = runs(
-            pieces.iter().map(|piece| (piece.addr(), piece.len())),
-            offset,
-            self.align(),
-        );
+        let runs = runs(pieces.iter().map(|piece| (piece.addr(), piece.len())), offset, self.align());
         let mut at = offset;
         for run in runs {
             self.transfer_run(take(&mut pieces, run.len), at, run.direct)?;
@@ -352,10 +327,7 @@ impl OpenFile {
     }
 
     fn align(&self) -> Option<Alignment> {
-        self.direct
-            .as_ref()
-            .filter(|direct| !direct.refused.load(Ordering::Relaxed))
-            .map(|direct| direct.align)
+        self.direct.as_ref().filter(|direct| !direct.refused.load(Ordering::Relaxed)).map(|direct| direct.align)
     }
 
     fn refuse_direct(&self) {
@@ -387,10 +359,7 @@ fn open_direct(buffered: &File, path: &Path) -> Option<Direct> {
         return None;
     }
     let page_bytes = rustix::param::page_size() as u64;
-    let align = Alignment {
-        memory: memory as usize,
-        file: page_bytes.max(PAGE_BYTES).max(file.into()),
-    };
+    let align = Alignment { memory: memory as usize, file: page_bytes.max(PAGE_BYTES).max(file.into()) };
     let access = rustix::fs::fcntl_getfl(buffered).ok()? & OFlags::RWMODE;
     let mut options = OpenOptions::new();
     options.read(access != OFlags::WRONLY).write(access != OFlags::RDONLY);
@@ -398,28 +367,18 @@ fn open_direct(buffered: &File, path: &Path) -> Option<Direct> {
     // The name may lead to another file by now.
     let identity = |file: &File| file.metadata().map(|metadata| (metadata.dev(), metadata.ino())).ok();
     let same = identity(buffered)? == identity(&direct)?;
-    same.then_some(Direct {
-        file: direct,
-        align,
-        refused: AtomicBool::new(false),
-    })
+    same.then_some(Direct { file: direct, align, refused: AtomicBool::new(false) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const ALIGN: Alignment = Alignment {
-        memory: 512,
-        file: 4096,
-    };
+    const ALIGN: Alignment = Alignment { memory: 512, file: 4096 };
     const MIB: usize = 1 << 20;
 
     fn ways(pieces: &[(usize, usize)], offset: u64) -> Vec<(usize, bool)> {
-        runs(pieces.iter().copied(), offset, Some(ALIGN))
-            .iter()
-            .map(|run| (run.len, run.direct))
-            .collect()
+        runs(pieces.iter().copied(), offset, Some(ALIGN)).iter().map(|run| (run.len, run.direct)).collect()
     }
 
     #[test]
@@ -435,17 +394,8 @@ mod tests {
 
     #[test]
     fn small_or_incongruent_pieces_go_through_the_page_cache_together() {
-        assert_eq!(
-            ways(&[(0x10000, MIB - 4096), (0x10040, 2 * MIB)], 0),
-            [(3 * MIB - 4096, false)]
-        );
-        assert_eq!(
-            runs([(0x10000, 2 * MIB)].into_iter(), 0, None),
-            [Run {
-                len: 2 * MIB,
-                direct: false
-            }]
-        );
+        assert_eq!(ways(&[(0x10000, MIB - 4096), (0x10040, 2 * MIB)], 0), [(3 * MIB - 4096, false)]);
+        assert_eq!(runs([(0x10000, 2 * MIB)].into_iter(), 0, None), [Run { len: 2 * MIB, direct: false }]);
         assert_eq!(ways(&[(0x10000, 0)], 0), []);
     }
 

@@ -35,13 +35,7 @@ impl LocalWriter {
         let unfinished = Unfinished(Some(path.clone()));
         let file = Arc::new(OpenFile::new(file, path, shared.may_go_direct(size)));
         reserve(file.file(), size).map_err(|error| failure("create", file.path(), error))?;
-        Ok(Self {
-            shared,
-            file,
-            unfinished,
-            size,
-            written: Mutex::default(),
-        })
+        Ok(Self { shared, file, unfinished, size, written: Mutex::default() })
     }
 
     /// Sends the parts elsewhere, to see what an error leaves behind.
@@ -54,9 +48,7 @@ impl LocalWriter {
     /// Whether the parts that were written are all there is to write.
     fn check_whole(&self) -> Result<()> {
         let written = self.written.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let reached = written
-            .iter()
-            .try_fold(0, |end, (&at, &len)| if at == end { Ok(end + len) } else { Err(end) });
+        let reached = written.iter().try_fold(0, |end, (&at, &len)| if at == end { Ok(end + len) } else { Err(end) });
         if reached == Ok(self.size) {
             return Ok(());
         }
@@ -95,10 +87,7 @@ impl ObjectWriter for LocalWriter {
         let file = self.file.clone();
         self.shared.run(move |_| file.write(&part.pieces, offset)).await?;
         if len > 0 {
-            self.written
-                .lock()
-                .unwrap_or_else(|poisoned| poisoned.into_inner())
-                .insert(offset, len);
+            self.written.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(offset, len);
         }
         Ok(())
     }
@@ -121,7 +110,7 @@ impl ObjectWriter for LocalWriter {
                     file.file().sync_data().map_err(failed)?; // data, size and extents; times may be lost
                 }
                 shared.sync_directory(parent(file.path())).map_err(failed)?;
-                unfinished.is_finished();
+                unfinished.keep();
                 Ok(())
             })
             .await
@@ -137,7 +126,7 @@ impl ObjectWriter for LocalWriter {
 struct Unfinished(Option<PathBuf>);
 
 impl Unfinished {
-    fn is_finished(mut self) {
+    fn keep(mut self) {
         self.0 = None;
     }
 }

@@ -49,10 +49,7 @@ pub(crate) fn failure(doing: Doing<'_>, error: &object_store::Error, seen: &Seen
     }
     let code = seen.code.as_deref().unwrap_or_default();
     if PASSING.contains(&code) || matches!(seen.status, Some(408 | 429 | 500 | 502 | 503 | 504)) {
-        return Failure::Again {
-            detail: words(error, seen),
-            after: seen.retry_after,
-        };
+        return Failure::Again { detail: words(error, seen), after: seen.retry_after };
     }
     Failure::Final(final_error(doing, error, seen, code))
 }
@@ -61,38 +58,20 @@ fn final_error(doing: Doing<'_>, error: &object_store::Error, seen: &Seen, code:
     let object = doing.object.to_owned();
     let detail = words(error, seen);
     if NO_BUCKET.contains(&code) {
-        return Error::NotFound {
-            object,
-            detail: ": the bucket does not exist".to_owned(),
-        };
+        return Error::NotFound { object, detail: ": the bucket does not exist".to_owned() };
     }
     if DIGEST.contains(&code) {
-        return Error::Mismatch {
-            object,
-            expected: "bytes that match their checksum".to_owned(),
-            found: detail,
-        };
+        return Error::Mismatch { object, expected: "bytes that match their checksum".to_owned(), found: detail };
     }
     match seen.status {
         Some(301 | 307 | 400) if seen.bucket_region.is_some() => wrong_region(object, seen),
         Some(401 | 403) => Error::PermissionDenied { object, detail },
         // Stores differ in the status for credentials they cannot use.
         Some(400) if is_about_credentials(code) => Error::PermissionDenied { object, detail },
-        Some(404) if code == "NoSuchUpload" => Error::NotFound {
-            object,
-            detail: format!(": {detail}"),
-        },
-        Some(404) => Error::NotFound {
-            object,
-            detail: String::new(),
-        },
+        Some(404) if code == "NoSuchUpload" => Error::NotFound { object, detail: format!(": {detail}") },
+        Some(404) => Error::NotFound { object, detail: String::new() },
         Some(409 | 412) => Error::AlreadyExists { object },
-        Some(501) => Error::Io {
-            operation: doing.operation,
-            object,
-            errno: Some(libc::ENOSYS),
-            detail,
-        },
+        Some(501) => Error::Io { operation: doing.operation, object, errno: Some(libc::ENOSYS), detail },
         // A success whose content makes no sense, an unexpected status, or no request at all.
         _ => without_status(doing, error, detail),
     }
@@ -102,39 +81,23 @@ fn without_status(doing: Doing<'_>, error: &object_store::Error, detail: String)
     use object_store::Error as Crate;
     let object = doing.object.to_owned();
     match error {
-        Crate::NotFound { .. } => Error::NotFound {
-            object,
-            detail: String::new(),
-        },
+        Crate::NotFound { .. } => Error::NotFound { object, detail: String::new() },
         Crate::AlreadyExists { .. } | Crate::Precondition { .. } => Error::AlreadyExists { object },
         Crate::PermissionDenied { .. } | Crate::Unauthenticated { .. } => Error::PermissionDenied { object, detail },
-        Crate::NotImplemented { .. } | Crate::NotSupported { .. } => Error::Io {
-            operation: doing.operation,
-            object,
-            errno: Some(libc::ENOSYS),
-            detail,
-        },
-        _ => Error::Io {
-            operation: doing.operation,
-            object,
-            errno: None,
-            detail,
-        },
+        Crate::NotImplemented { .. } | Crate::NotSupported { .. } => {
+            Error::Io { operation: doing.operation, object, errno: Some(libc::ENOSYS), detail }
+        }
+        _ => Error::Io { operation: doing.operation, object, errno: None, detail },
     }
 }
 
 fn wrong_region(object: String, seen: &Seen) -> Error {
     let region = seen.bucket_region.as_deref().unwrap_or("another one");
-    Error::Config(format!(
-        "{object}: the bucket is in region {region:?}; set the option \"region\" or AWS_REGION"
-    ))
+    Error::Config(format!("{object}: the bucket is in region {region:?}; set the option \"region\" or AWS_REGION"))
 }
 
 fn is_about_credentials(code: &str) -> bool {
-    matches!(
-        code,
-        "ExpiredToken" | "InvalidToken" | "TokenRefreshRequired" | "AuthorizationHeaderMalformed"
-    )
+    matches!(code, "ExpiredToken" | "InvalidToken" | "TokenRefreshRequired" | "AuthorizationHeaderMalformed")
 }
 
 /// The store's own words where it has any. Of the answer only code and message are quoted: other elements
@@ -163,27 +126,12 @@ mod tests {
 
     use super::*;
 
-    const DOING: Doing<'static> = Doing {
-        operation: "write",
-        object: "s3://b/k",
-    };
+    const DOING: Doing<'static> = Doing { operation: "write", object: "s3://b/k" };
 
     fn judge(status: u16, code: &str) -> Failure {
-        let error = object_store::Error::Generic {
-            store: "S3",
-            source: "AKIASECRET".into(),
-        };
+        let error = object_store::Error::Generic { store: "S3", source: "AKIASECRET".into() };
         let (code, message) = (Some(code.to_owned()), Some("words".to_owned()));
-        failure(
-            DOING,
-            &error,
-            &Seen {
-                status: Some(status),
-                code,
-                message,
-                ..Seen::default()
-            },
-        )
+        failure(DOING, &error, &Seen { status: Some(status), code, message, ..Seen::default() })
     }
 
     #[test]
@@ -192,19 +140,10 @@ mod tests {
             Failure::Final(error) => error.to_string(),
             Failure::Again { .. } => "again".to_owned(),
         };
-        assert_eq!(
-            named(404, "NoSuchBucket"),
-            "s3://b/k does not exist: the bucket does not exist"
-        );
+        assert_eq!(named(404, "NoSuchBucket"), "s3://b/k does not exist: the bucket does not exist");
         assert_eq!(named(404, "NoSuchKey"), "s3://b/k does not exist");
-        assert_eq!(
-            named(403, "AccessDenied"),
-            "access to s3://b/k is denied: AccessDenied: words"
-        );
-        assert_eq!(
-            named(400, "ExpiredToken"),
-            "access to s3://b/k is denied: ExpiredToken: words"
-        );
+        assert_eq!(named(403, "AccessDenied"), "access to s3://b/k is denied: AccessDenied: words");
+        assert_eq!(named(400, "ExpiredToken"), "access to s3://b/k is denied: ExpiredToken: words");
         assert_eq!(named(412, "PreconditionFailed"), "s3://b/k already exists");
         assert_eq!(
             named(400, "BadDigest"),
@@ -224,40 +163,18 @@ mod tests {
         ] {
             assert!(matches!(judge(status, code), Failure::Again { .. }), "{status} {code}");
         }
-        let error = object_store::Error::Generic {
-            store: "S3",
-            source: "x".into(),
-        };
-        let seen = Seen {
-            transport: Some("connection reset".into()),
-            ..Seen::default()
-        };
+        let error = object_store::Error::Generic { store: "S3", source: "x".into() };
+        let seen = Seen { transport: Some("connection reset".into()), ..Seen::default() };
         assert!(matches!(failure(DOING, &error, &seen), Failure::Again { detail, .. } if detail == "connection reset"));
-        let seen = Seen {
-            status: Some(503),
-            retry_after: Some(Duration::from_secs(2)),
-            ..Seen::default()
-        };
-        assert!(matches!(
-            failure(DOING, &error, &seen),
-            Failure::Again { after: Some(_), .. }
-        ));
+        let seen = Seen { status: Some(503), retry_after: Some(Duration::from_secs(2)), ..Seen::default() };
+        assert!(matches!(failure(DOING, &error, &seen), Failure::Again { after: Some(_), .. }));
     }
 
     #[test]
     fn a_bucket_elsewhere_is_named() {
-        let error = object_store::Error::Generic {
-            store: "S3",
-            source: "x".into(),
-        };
-        let seen = Seen {
-            status: Some(301),
-            bucket_region: Some("eu-west-1".into()),
-            ..Seen::default()
-        };
-        let Failure::Final(error) = failure(DOING, &error, &seen) else {
-            panic!("final")
-        };
+        let error = object_store::Error::Generic { store: "S3", source: "x".into() };
+        let seen = Seen { status: Some(301), bucket_region: Some("eu-west-1".into()), ..Seen::default() };
+        let Failure::Final(error) = failure(DOING, &error, &seen) else { panic!("final") };
         assert!(error.to_string().contains("eu-west-1"), "{error}");
     }
 }

@@ -81,10 +81,7 @@ pub(crate) fn use_ring() {
 }
 
 fn unusable(error: impl std::error::Error + Send + Sync + 'static) -> object_store::Error {
-    object_store::Error::Generic {
-        store: "HTTP",
-        source: Box::new(error),
-    }
+    object_store::Error::Generic { store: "HTTP", source: Box::new(error) }
 }
 
 #[cfg(test)]

@@ -42,12 +42,7 @@ struct Kept {
 impl SdkChain {
     /// A chain that asks nobody before the first request. `profile` beats `AWS_PROFILE`.
     pub(crate) fn new(profile: Option<String>, region: String) -> Self {
-        Self {
-            profile,
-            region,
-            sources: OnceCell::new(),
-            kept: Mutex::new(None),
-        }
+        Self { profile, region, sources: OnceCell::new(), kept: Mutex::new(None) }
     }
 
     async fn sources(&self) -> &DefaultCredentialsChain {
@@ -57,9 +52,7 @@ impl SdkChain {
                     .tls_provider(tls::Provider::Rustls(tls::rustls_provider::CryptoMode::Ring))
                     .build_https();
                 let region = Region::new(self.region.clone());
-                let config = ProviderConfig::without_region()
-                    .with_region(Some(region.clone()))
-                    .with_http_client(http);
+                let config = ProviderConfig::without_region().with_region(Some(region.clone())).with_http_client(http);
                 let mut builder = DefaultCredentialsChain::builder().configure(config).region(region);
                 if let Some(profile) = &self.profile {
                     builder = builder.profile_name(profile);
@@ -71,23 +64,16 @@ impl SdkChain {
 
     async fn renew(&self) -> object_store::Result<Kept> {
         let found =
-            self.sources()
-                .await
-                .provide_credentials()
-                .await
-                .map_err(|error| object_store::Error::Unauthenticated {
-                    path: "credentials".to_owned(),
-                    source: format!("no usable AWS credentials: {}", chain(&error)).into(),
-                })?;
+            self.sources().await.provide_credentials().await.map_err(|error| object_store::Error::Unauthenticated {
+                path: "credentials".to_owned(),
+                source: format!("no usable AWS credentials: {}", chain(&error)).into(),
+            })?;
         let keys = AwsCredential {
             key_id: found.access_key_id().to_owned(),
             secret_key: found.secret_access_key().to_owned(),
             token: found.session_token().map(str::to_owned),
         };
-        Ok(Kept {
-            keys: Arc::new(keys),
-            expires_at: found.expiry(),
-        })
+        Ok(Kept { keys: Arc::new(keys), expires_at: found.expiry() })
     }
 }
 
@@ -104,10 +90,7 @@ impl CredentialProvider for SdkChain {
         match (self.renew().await, kept.as_ref()) {
             (Ok(renewed), _) => Ok(kept.insert(renewed).keys.clone()),
             (Err(error), Some(old)) if is_valid_for(old.expires_at, Duration::ZERO) => {
-                tracing::warn!(
-                    error = chain(&error),
-                    "AWS credentials could not be renewed; the old ones still hold"
-                );
+                tracing::warn!(error = chain(&error), "AWS credentials could not be renewed; the old ones still hold");
                 Ok(old.keys.clone())
             }
             (Err(error), _) => Err(error),

@@ -27,16 +27,7 @@ pub(super) async fn into_targets(remote: &Remote, name: &str, range: Range<u64>,
     if wanted == 0 {
         return Ok(());
     }
-    let mut read = Read::new(
-        remote,
-        name,
-        Some(range),
-        Sink::Targets {
-            targets,
-            index: 0,
-            filled: 0,
-        },
-    )?;
+    let mut read = Read::new(remote, name, Some(range), Sink::Targets { targets, index: 0, filled: 0 })?;
     read.run(remote).await
 }
 
@@ -46,19 +37,13 @@ pub(super) async fn into_bytes(remote: &Remote, name: &str, range: Option<Range<
     }
     let mut read = Read::new(remote, name, range, Sink::Collected(Vec::new()))?;
     read.run(remote).await?;
-    let Sink::Collected(bytes) = read.sink else {
-        unreachable!("set above")
-    };
+    let Sink::Collected(bytes) = read.sink else { unreachable!("set above") };
     Ok(bytes.into())
 }
 
 /// Where the bytes go.
 enum Sink {
-    Targets {
-        targets: Vec<LentMut>,
-        index: usize,
-        filled: usize,
-    },
+    Targets { targets: Vec<LentMut>, index: usize, filled: usize },
     Collected(Vec<u8>),
 }
 
@@ -96,22 +81,12 @@ struct Read {
 impl Read {
     fn new(remote: &Remote, name: &str, range: Option<Range<u64>>, sink: Sink) -> Result<Self> {
         let (at, end) = range.map_or((0, None), |range| (range.start, Some(range.end)));
-        Ok(Self {
-            object: remote.object(name),
-            key: names::key(&remote.root, name)?,
-            at,
-            end,
-            e_tag: None,
-            sink,
-        })
+        Ok(Self { object: remote.object(name), key: names::key(&remote.root, name)?, at, end, e_tag: None, sink })
     }
 
     async fn run(&mut self, remote: &Remote) -> Result<()> {
         let object = self.object.clone();
-        let doing = Doing {
-            operation: "read",
-            object: &object,
-        };
+        let doing = Doing { operation: "read", object: &object };
         let mut retry = Retry::start(remote.policy(), doing.operation, doing.object);
         loop {
             let before = self.at;
@@ -134,20 +109,12 @@ impl Read {
         match remote.request(doing, Headers::new(), self.stream(remote)).await {
             Ok(streamed) => streamed.map_err(Failure::Final),
             Err(Failure::Final(Error::AlreadyExists { object })) if resumed => Err(Failure::Final(changed(object))),
-            Err(Failure::Final(Error::Io {
-                operation,
-                object,
-                errno,
-                detail,
-            })) if range.end != u64::MAX => Err(Failure::Final(match self.too_short(remote, range).await {
-                Some(error) => error,
-                None => Error::Io {
-                    operation,
-                    object,
-                    errno,
-                    detail,
-                },
-            })),
+            Err(Failure::Final(Error::Io { operation, object, errno, detail })) if range.end != u64::MAX => {
+                Err(Failure::Final(match self.too_short(remote, range).await {
+                    Some(error) => error,
+                    None => Error::Io { operation, object, errno, detail },
+                }))
+            }
             Err(failure) => Err(failure),
         }
     }
@@ -157,11 +124,7 @@ impl Read {
         let range = self.end.map(|end| GetRange::Bounded(self.at..end));
         // A weak tag never matches a condition (RFC 9110, 13.1.1); it is still compared below.
         let if_match = self.e_tag.clone().filter(|tag| !tag.starts_with("W/"));
-        let options = GetOptions {
-            range,
-            if_match,
-            ..GetOptions::default()
-        };
+        let options = GetOptions { range, if_match, ..GetOptions::default() };
         let answer = remote.bucket.objects.get_opts(&self.key, options).await?;
         if self.e_tag.is_some() && answer.meta.e_tag != self.e_tag {
             return Ok(Err(changed(self.object.clone())));
@@ -190,10 +153,7 @@ impl Read {
 
     /// Stores differ in how they refuse a range past the end; the size tells.
     async fn too_short(&self, remote: &Remote, range: Range<u64>) -> Option<Error> {
-        let doing = Doing {
-            operation: "stat",
-            object: &self.object,
-        };
+        let doing = Doing { operation: "stat", object: &self.object };
         let head = object_store::ObjectStoreExt::head(&*remote.bucket.objects, &self.key);
         let meta = remote.request(doing, Headers::new(), head).await.ok()?;
         (meta.size < range.end).then(|| past_end(&self.object, range, meta.size))
@@ -223,17 +183,11 @@ mod tests {
     #[test]
     fn targets_are_filled_in_order_across_their_borders() {
         let targets = vec![LentMut::owned(3), LentMut::owned(0), LentMut::owned(4)];
-        let mut sink = Sink::Targets {
-            targets,
-            index: 0,
-            filled: 0,
-        };
+        let mut sink = Sink::Targets { targets, index: 0, filled: 0 };
         for piece in [&b"ab"[..], b"cde", b"fg"] {
             sink.put(piece);
         }
-        let Sink::Targets { targets, .. } = sink else {
-            unreachable!()
-        };
+        let Sink::Targets { targets, .. } = sink else { unreachable!() };
         let filled: Vec<&[u8]> = targets.iter().map(|target| target.as_slice()).collect();
         assert_eq!(filled, [&b"abc"[..], b"", b"defg"]);
     }

@@ -67,10 +67,7 @@ pub(crate) struct Seen {
 impl Call {
     /// A call with additional headers.
     pub(crate) fn with_headers(headers: Vec<(HeaderName, HeaderValue)>) -> Arc<Self> {
-        Arc::new(Self {
-            headers,
-            seen: Mutex::default(),
-        })
+        Arc::new(Self { headers, seen: Mutex::default() })
     }
 
     /// Runs `request` in the name of this call.
@@ -113,11 +110,7 @@ pub(crate) struct Signer {
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let client = super::client::build(options, self.proxy)?;
-        Ok(HttpClient::new(Service {
-            client,
-            signer: self.signer.clone(),
-            stall: self.stall,
-        }))
+        Ok(HttpClient::new(Service { client, signer: self.signer.clone(), stall: self.stall }))
     }
 }
 
@@ -138,12 +131,7 @@ impl HttpService for Service {
         let method = request.method().clone();
         let response = self.send(&call, request).await?;
         let (parts, body) = response.into_parts();
-        let body = Watched {
-            body,
-            call: call.clone(),
-            stall: self.stall,
-            sleep: None,
-        };
+        let body = Watched { body, call: call.clone(), stall: self.stall, sleep: None };
         call.note(|seen| note_head(seen, parts.status, &parts.headers));
         if parts.status.is_success() && method != Method::POST {
             return Ok(http::Response::from_parts(parts, HttpResponseBody::new(body)));
@@ -171,19 +159,11 @@ impl Service {
     async fn send(&self, call: &Call, request: HttpRequest) -> Result<http::Response<reqwest::Body>, HttpError> {
         let sent = Arc::new(AtomicU64::new(0));
         let (parts, body) = request.into_parts();
-        let url = parts
-            .uri
-            .to_string()
-            .parse()
-            .map_err(|e| HttpError::new(HttpErrorKind::Unknown, Unusable(e)))?;
+        let url = parts.uri.to_string().parse().map_err(|e| HttpError::new(HttpErrorKind::Unknown, Unusable(e)))?;
         let mut request = reqwest::Request::new(parts.method, url);
         *request.headers_mut() = parts.headers;
         if body.content_length() > 0 {
-            *request.body_mut() = Some(reqwest::Body::wrap(Counted {
-                body,
-                rest: Bytes::new(),
-                sent: sent.clone(),
-            }));
+            *request.body_mut() = Some(reqwest::Body::wrap(Counted { body, rest: Bytes::new(), sent: sent.clone() }));
         } else {
             // An explicit empty body, so that a PUT or POST says `Content-Length: 0`.
             *request.body_mut() = Some(Bytes::new().into());
@@ -194,11 +174,7 @@ impl Service {
             match tokio::time::timeout(self.stall, &mut answer).await {
                 Ok(Ok(response)) => return Ok(response.into()),
                 Ok(Err(error)) => {
-                    let kind = if error.is_connect() {
-                        HttpErrorKind::Connect
-                    } else {
-                        HttpErrorKind::Request
-                    };
+                    let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Request };
                     return Err(broken(call, kind, error.without_url()));
                 }
                 Err(_) => {
@@ -244,9 +220,7 @@ fn note_head(seen: &mut Seen, status: StatusCode, headers: &HeaderMap) {
     *seen = Seen {
         status: Some(status.as_u16()),
         // The other form, a date, is not sent by stores.
-        retry_after: text("retry-after")
-            .and_then(|s| s.trim().parse().ok())
-            .map(Duration::from_secs),
+        retry_after: text("retry-after").and_then(|s| s.trim().parse().ok()).map(Duration::from_secs),
         object_bytes: text("content-range").and_then(|range| range.rsplit_once('/')?.1.parse().ok()),
         bucket_region: text("x-amz-bucket-region").map(str::to_owned),
         // Azure repeats the code in a header, the only place when a HEAD fails.
@@ -351,9 +325,7 @@ impl Body for Watched {
             return Poll::Ready(frame.map(|frame| frame.map_err(cut)));
         }
         let stall = this.stall;
-        let sleep = this
-            .sleep
-            .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + stall)));
+        let sleep = this.sleep.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + stall)));
         ready!(sleep.as_mut().poll(cx));
         Poll::Ready(Some(Err(broken(&this.call, HttpErrorKind::Timeout, Stalled { stall }))))
     }

@@ -38,19 +38,10 @@ struct Record {
 
 /// A new record: its name and content.
 pub(super) fn record(name: &str, upload_id: &str) -> (String, Bytes) {
-    let began_at_unix_s = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_secs());
-    let record = Record {
-        name: name.to_owned(),
-        upload_id: upload_id.to_owned(),
-        began_at_unix_s,
-    };
+    let began_at_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let record = Record { name: name.to_owned(), upload_id: upload_id.to_owned(), began_at_unix_s };
     let content = serde_json::to_vec(&record).expect("strings and a number are JSON");
-    (
-        format!("{UPLOADS_FOLDER}{:032x}.json", rand::random::<u128>()),
-        content.into(),
-    )
+    (format!("{UPLOADS_FOLDER}{:032x}.json", rand::random::<u128>()), content.into())
 }
 
 /// Uploads that have a record in `store`, those of running processes among them: judge by their age.
@@ -72,12 +63,7 @@ pub async fn pending_uploads(store: &dyn Store) -> Result<Vec<PendingUpload>> {
             found: error.to_string(),
         })?;
         let began_at = UNIX_EPOCH + Duration::from_secs(record.began_at_unix_s);
-        pending.push(PendingUpload {
-            record: info.name,
-            name: record.name,
-            upload_id: record.upload_id,
-            began_at,
-        });
+        pending.push(PendingUpload { record: info.name, name: record.name, upload_id: record.upload_id, began_at });
     }
     Ok(pending)
 }

@@ -32,11 +32,7 @@ pub(crate) fn folder_key(root: &str, prefix: &str) -> Result<Path> {
 /// Name of `key` relative to `root`; `None` for the root itself, or what is not below it.
 pub(crate) fn name<'a>(root: &str, key: &'a Path) -> Option<&'a str> {
     let key = key.as_ref();
-    let name = if root.is_empty() {
-        key
-    } else {
-        key.strip_prefix(root)?.strip_prefix('/')?
-    };
+    let name = if root.is_empty() { key } else { key.strip_prefix(root)?.strip_prefix('/')? };
     (!name.is_empty()).then_some(name)
 }
 
@@ -47,15 +43,7 @@ mod tests {
     #[test]
     fn names_come_back_from_their_keys_unchanged() {
         for root in ["", "run", "a/b"] {
-            for odd in [
-                "x",
-                "__0_0.distcp",
-                "with space",
-                "a%20b",
-                "ü~#?[]{}",
-                ".metadata",
-                "d/e+f=g&h",
-            ] {
+            for odd in ["x", "__0_0.distcp", "with space", "a%20b", "ü~#?[]{}", ".metadata", "d/e+f=g&h"] {
                 assert_eq!(name(root, &key(root, odd).unwrap()), Some(odd), "{root:?} {odd:?}");
             }
         }

@@ -20,18 +20,10 @@ use crate::{Error, IoConfig, Result};
 type Options = BTreeMap<String, String>;
 
 /// Blocks of Azure: <https://learn.microsoft.com/rest/api/storageservices/put-block-list>.
-const AZURE_LIMITS: PartLimits = PartLimits {
-    min_bytes: 1,
-    max_bytes: 4000 << 20,
-    max_parts: 50_000,
-};
+const AZURE_LIMITS: PartLimits = PartLimits { min_bytes: 1, max_bytes: 4000 << 20, max_parts: 50_000 };
 
 /// In memory nothing is too small, so that tests of parts need few bytes.
-const MEMORY_LIMITS: PartLimits = PartLimits {
-    min_bytes: 1,
-    max_bytes: 1 << 40,
-    max_parts: 10_000,
-};
+const MEMORY_LIMITS: PartLimits = PartLimits { min_bytes: 1, max_bytes: 1 << 40, max_parts: 10_000 };
 
 /// Opens a remote store, or says that `scheme` is none.
 pub(crate) fn open(
@@ -41,10 +33,7 @@ pub(crate) fn open(
     options: &Options,
     config: &IoConfig,
 ) -> Option<Result<RemoteStore>> {
-    if !matches!(
-        scheme,
-        "s3" | "s3a" | "gs" | "az" | "azure" | "abfs" | "abfss" | "http" | "https" | "memory"
-    ) {
+    if !matches!(scheme, "s3" | "s3a" | "gs" | "az" | "azure" | "abfs" | "abfss" | "http" | "https" | "memory") {
         return None;
     }
     let (place, root) = rest.split_once('/').unwrap_or((rest, ""));
@@ -71,9 +60,7 @@ fn checked(scheme: &str, place: &str, rest: &str) -> Result<()> {
     } else {
         return Ok(());
     };
-    Err(Error::Config(format!(
-        "a {scheme}:// URL {problem}; settings and credentials are options"
-    )))
+    Err(Error::Config(format!("a {scheme}:// URL {problem}; settings and credentials are options")))
 }
 
 fn s3(bucket: &str, options: &Options) -> Result<Bucket> {
@@ -91,44 +78,19 @@ fn s3(bucket: &str, options: &Options) -> Result<Bucket> {
     for (key, value) in &settings.keys {
         builder = builder.with_config(*key, value);
     }
-    let mut connector = Connector {
-        signer: None,
-        proxy: proxied(endpoint.as_deref()),
-        stall: settings.stall,
-    };
+    let mut connector = Connector { signer: None, proxy: proxied(endpoint.as_deref()), stall: settings.stall };
     let credentials = credentials(&settings, &region, &builder, &connector)?;
-    let request_payer = settings
-        .keys
-        .get(&S3Key::RequestPayer)
-        .is_some_and(|payer| payer != "false");
-    let signed = settings
-        .keys
-        .get(&S3Key::SkipSignature)
-        .is_none_or(|skip| skip != "true");
-    connector.signer = signed.then(|| Signer {
-        credentials: credentials.clone(),
-        region,
-        request_payer,
-    });
-    let store = builder
-        .with_credentials(credentials)
-        .with_http_connector(connector)
-        .build()
-        .map_err(unusable)?;
+    let request_payer = settings.keys.get(&S3Key::RequestPayer).is_some_and(|payer| payer != "false");
+    let signed = settings.keys.get(&S3Key::SkipSignature).is_none_or(|skip| skip != "true");
+    connector.signer = signed.then(|| Signer { credentials: credentials.clone(), region, request_payer });
+    let store = builder.with_credentials(credentials).with_http_connector(connector).build().map_err(unusable)?;
     let identity = format!("s3://{bucket} at {}", endpoint.unwrap_or_default());
-    let abilities = Abilities {
-        limits: PartLimits::S3,
-        crc32: settings.crc32,
-        upload_metadata: true,
-    };
+    let abilities = Abilities { limits: PartLimits::S3, crc32: settings.crc32, upload_metadata: true };
     Ok(both(store, identity, abilities))
 }
 
 fn endpoint(settings: &S3Settings) -> Option<&String> {
-    settings
-        .keys
-        .get(&S3Key::S3Endpoint)
-        .or_else(|| settings.keys.get(&S3Key::Endpoint))
+    settings.keys.get(&S3Key::S3Endpoint).or_else(|| settings.keys.get(&S3Key::Endpoint))
 }
 
 /// Fills in what a profile says, decides the region, and allows plain HTTP on this machine.
@@ -144,24 +106,14 @@ fn complete(settings: &mut S3Settings) -> Result<String> {
         }
     }
     let weak = settings.keys.remove(&S3Key::DefaultRegion);
-    let region = settings
-        .keys
-        .entry(S3Key::Region)
-        .or_insert_with(|| weak.unwrap_or_else(|| "us-east-1".to_owned()));
+    let region = settings.keys.entry(S3Key::Region).or_insert_with(|| weak.unwrap_or_else(|| "us-east-1".to_owned()));
     let region = region.clone();
     if let Some(url) = endpoint(settings).filter(|url| url.starts_with("http://")) {
-        let allowed = settings
-            .keys
-            .get(&S3Key::Client(ClientConfigKey::AllowHttp))
-            .is_some_and(|on| on == "true");
+        let allowed = settings.keys.get(&S3Key::Client(ClientConfigKey::AllowHttp)).is_some_and(|on| on == "true");
         if !allowed && !is_loopback(url) {
-            return Err(Error::Config(format!(
-                "the endpoint {url} is not encrypted; allow_http=true permits it"
-            )));
+            return Err(Error::Config(format!("the endpoint {url} is not encrypted; allow_http=true permits it")));
         }
-        settings
-            .keys
-            .insert(S3Key::Client(ClientConfigKey::AllowHttp), "true".to_owned());
+        settings.keys.insert(S3Key::Client(ClientConfigKey::AllowHttp), "true".to_owned());
     }
     Ok(region)
 }
@@ -183,11 +135,7 @@ fn credentials(
             }))
         }
         CredentialSource::Options => {
-            let store = builder
-                .clone()
-                .with_http_connector(connector.clone())
-                .build()
-                .map_err(unusable)?;
+            let store = builder.clone().with_http_connector(connector.clone()).build().map_err(unusable)?;
             store.credentials().clone()
         }
         CredentialSource::Sdk => Arc::new(SdkChain::new(settings.profile.clone(), region.to_owned())),
@@ -196,29 +144,15 @@ fn credentials(
 
 fn google(bucket: &str, options: &Options) -> Result<Bucket> {
     let (keys, stall) = options::google(options)?;
-    let mut builder = GoogleCloudStorageBuilder::from_env()
-        .with_retry(no_retries())
-        .with_bucket_name(bucket);
+    let mut builder = GoogleCloudStorageBuilder::from_env().with_retry(no_retries()).with_bucket_name(bucket);
     for (key, value) in keys {
         builder = builder.with_config(key, value);
     }
     let endpoint = builder.get_config_value(&GoogleKey::BaseUrl);
-    let connector = Connector {
-        signer: None,
-        proxy: proxied(endpoint.as_deref()),
-        stall,
-    };
+    let connector = Connector { signer: None, proxy: proxied(endpoint.as_deref()), stall };
     let store = builder.with_http_connector(connector).build().map_err(unusable)?;
     let identity = format!("gs://{bucket} at {}", endpoint.unwrap_or_default());
-    Ok(both(
-        store,
-        identity,
-        Abilities {
-            limits: PartLimits::S3,
-            crc32: false,
-            upload_metadata: true,
-        },
-    ))
+    Ok(both(store, identity, Abilities { limits: PartLimits::S3, crc32: false, upload_metadata: true }))
 }
 
 fn azure(url: &str, options: &Options) -> Result<Bucket> {
@@ -229,33 +163,17 @@ fn azure(url: &str, options: &Options) -> Result<Bucket> {
     }
     let emulator = builder.get_config_value(&AzureKey::UseEmulator).as_deref() == Some("true");
     let endpoint = builder.get_config_value(&AzureKey::Endpoint);
-    let connector = Connector {
-        signer: None,
-        proxy: !emulator && proxied(endpoint.as_deref()),
-        stall,
-    };
+    let connector = Connector { signer: None, proxy: !emulator && proxied(endpoint.as_deref()), stall };
     let store = builder.with_http_connector(connector).build().map_err(unusable)?;
     let identity = format!("{store} at {}", endpoint.unwrap_or_default());
     // Its blocks have no id to abort by, and expire after a week.
-    Ok(both(
-        store,
-        identity,
-        Abilities {
-            limits: AZURE_LIMITS,
-            crc32: false,
-            upload_metadata: false,
-        },
-    ))
+    Ok(both(store, identity, Abilities { limits: AZURE_LIMITS, crc32: false, upload_metadata: false }))
 }
 
 fn web(scheme: &str, host: &str, options: &Options) -> Result<Bucket> {
     let (keys, stall) = options::web(options)?;
     let url = format!("{scheme}://{host}");
-    let connector = Connector {
-        signer: None,
-        proxy: proxied(Some(&url)),
-        stall,
-    };
+    let connector = Connector { signer: None, proxy: proxied(Some(&url)), stall };
     let mut builder = HttpBuilder::new().with_retry(no_retries()).with_url(&url);
     // The scheme in the URL is the permission.
     builder = builder.with_config(ClientConfigKey::AllowHttp, (scheme == "http").to_string());
@@ -263,37 +181,17 @@ fn web(scheme: &str, host: &str, options: &Options) -> Result<Bucket> {
         builder = builder.with_config(key, value);
     }
     let store = builder.with_http_connector(connector).build().map_err(unusable)?;
-    let abilities = Abilities {
-        limits: PartLimits::S3,
-        crc32: false,
-        upload_metadata: false,
-    };
-    Ok(Bucket {
-        objects: Arc::new(store),
-        parts: None,
-        identity: url,
-        abilities,
-    })
+    let abilities = Abilities { limits: PartLimits::S3, crc32: false, upload_metadata: false };
+    Ok(Bucket { objects: Arc::new(store), parts: None, identity: url, abilities })
 }
 
 fn memory(name: &str, options: &Options) -> Result<Bucket> {
     if let Some(option) = options.keys().next() {
-        return Err(Error::Config(format!(
-            "no option {option:?} for memory:// stores; there are none"
-        )));
+        return Err(Error::Config(format!("no option {option:?} for memory:// stores; there are none")));
     }
     let store = crate::memory::named(name);
-    let abilities = Abilities {
-        limits: MEMORY_LIMITS,
-        crc32: false,
-        upload_metadata: true,
-    };
-    Ok(Bucket {
-        objects: store.clone(),
-        parts: Some(store),
-        identity: format!("memory://{name}"),
-        abilities,
-    })
+    let abilities = Abilities { limits: MEMORY_LIMITS, crc32: false, upload_metadata: true };
+    Ok(Bucket { objects: store.clone(), parts: Some(store), identity: format!("memory://{name}"), abilities })
 }
 
 fn both<S>(store: S, identity: String, abilities: Abilities) -> Bucket
@@ -301,20 +199,11 @@ where
     S: object_store::ObjectStore + object_store::multipart::MultipartStore,
 {
     let store = Arc::new(store);
-    Bucket {
-        objects: store.clone(),
-        parts: Some(store),
-        identity,
-        abilities,
-    }
+    Bucket { objects: store.clone(), parts: Some(store), identity, abilities }
 }
 
 fn no_retries() -> RetryConfig {
-    RetryConfig {
-        max_retries: 0,
-        retry_timeout: Duration::ZERO,
-        ..RetryConfig::default()
-    }
+    RetryConfig { max_retries: 0, retry_timeout: Duration::ZERO, ..RetryConfig::default() }
 }
 
 /// Whether a proxy from the environment may stand before `endpoint`.
@@ -323,10 +212,7 @@ fn proxied(endpoint: Option<&str>) -> bool {
 }
 
 fn is_loopback(endpoint: &str) -> bool {
-    match url::Url::parse(endpoint)
-        .ok()
-        .and_then(|url| url.host().map(|host| host.to_owned()))
-    {
+    match url::Url::parse(endpoint).ok().and_then(|url| url.host().map(|host| host.to_owned())) {
         Some(url::Host::Ipv4(ip)) => ip.is_loopback(),
         Some(url::Host::Ipv6(ip)) => ip.is_loopback(),
         Some(url::Host::Domain(name)) => name == "localhost" || name.ends_with(".localhost"),
@@ -344,12 +230,7 @@ mod tests {
 
     #[test]
     fn endpoints_on_this_machine_see_no_proxy() {
-        for local in [
-            "http://127.0.0.1:9000",
-            "http://localhost:1/x",
-            "http://[::1]:5",
-            "http://b.localhost:80",
-        ] {
+        for local in ["http://127.0.0.1:9000", "http://localhost:1/x", "http://[::1]:5", "http://b.localhost:80"] {
             assert!(!proxied(Some(local)), "{local}");
         }
         assert!(proxied(Some("http://127.example.com")) && proxied(None));
@@ -357,11 +238,7 @@ mod tests {
 
     #[test]
     fn a_url_with_a_secret_is_refused_and_not_repeated() {
-        for (scheme, rest) in [
-            ("http", "user:secret@host/x"),
-            ("https", "host/x?token=secret"),
-            ("s3", ""),
-        ] {
+        for (scheme, rest) in [("http", "user:secret@host/x"), ("https", "host/x?token=secret"), ("s3", "")] {
             let (place, _) = rest.split_once('/').unwrap_or((rest, ""));
             let error = checked(scheme, place, rest).unwrap_err().to_string();
             assert!(!error.contains("secret"), "{error}");

@@ -70,20 +70,14 @@ pub(super) fn s3(
         match name.as_str() {
             "profile" | "aws_profile" => profile = Some(value.clone()),
             name => {
-                let key = name
-                    .parse()
-                    .ok()
-                    .filter(|key| !matches!(key, S3Key::Client(key) if !HONOURED.contains(key)));
+                let key = name.parse().ok().filter(|key| !matches!(key, S3Key::Client(key) if !HONOURED.contains(key)));
                 given.insert(key.ok_or_else(|| unknown("s3", name, S3_OPTIONS))?, value.clone());
             }
         }
     }
     let mut keys: HashMap<S3Key, String> = HashMap::new();
     for (name, value) in env {
-        let key = name
-            .starts_with("AWS_")
-            .then(|| name.to_ascii_lowercase().parse().ok())
-            .flatten();
+        let key = name.starts_with("AWS_").then(|| name.to_ascii_lowercase().parse().ok()).flatten();
         if let Some(key) = key.filter(|key| !matches!(key, S3Key::Client(key) if !HONOURED.contains(key))) {
             keys.insert(key, value);
         }
@@ -99,13 +93,7 @@ pub(super) fn s3(
     keys.extend(given);
     let crc32 = own_crc(&mut keys);
     let stall = stall(keys.remove(&S3Key::Client(ClientConfigKey::ReadTimeout)).as_deref())?;
-    Ok(S3Settings {
-        keys,
-        profile,
-        crc32,
-        source,
-        stall,
-    })
+    Ok(S3Settings { keys, profile, crc32, source, stall })
 }
 
 fn source(given: &HashMap<S3Key, String>, env: &HashMap<S3Key, String>) -> CredentialSource {
@@ -129,11 +117,7 @@ fn source(given: &HashMap<S3Key, String>, env: &HashMap<S3Key, String>) -> Crede
 fn own_crc(keys: &mut HashMap<S3Key, String>) -> bool {
     // A session of S3 Express signs with other keys than the ones we would sign again with.
     let express = keys.get(&S3Key::S3Express).is_some_and(|on| on == "true");
-    match keys
-        .get(&S3Key::Checksum)
-        .map(|name| name.to_ascii_lowercase())
-        .as_deref()
-    {
+    match keys.get(&S3Key::Checksum).map(|name| name.to_ascii_lowercase()).as_deref() {
         Some("crc32") => {
             keys.remove(&S3Key::Checksum);
             !express
@@ -150,11 +134,7 @@ fn own_crc(keys: &mut HashMap<S3Key, String>) -> bool {
 /// Options of a Google store.
 pub(super) fn google(options: &BTreeMap<String, String>) -> Result<(Vec<(GoogleKey, String)>, Duration)> {
     let client = |key: &GoogleKey| {
-        if let GoogleKey::Client(key) = key {
-            Some(*key)
-        } else {
-            None
-        }
+        if let GoogleKey::Client(key) = key { Some(*key) } else { None }
     };
     let mut keys = parsed("gs", options, GOOGLE_OPTIONS, client)?;
     let stall = take_stall(&mut keys, client)?;
@@ -164,11 +144,7 @@ pub(super) fn google(options: &BTreeMap<String, String>) -> Result<(Vec<(GoogleK
 /// Options of an Azure store.
 pub(super) fn azure(options: &BTreeMap<String, String>) -> Result<(Vec<(AzureKey, String)>, Duration)> {
     let client = |key: &AzureKey| {
-        if let AzureKey::Client(key) = key {
-            Some(*key)
-        } else {
-            None
-        }
+        if let AzureKey::Client(key) = key { Some(*key) } else { None }
     };
     let mut keys = parsed("az", options, AZURE_OPTIONS, client)?;
     let stall = take_stall(&mut keys, client)?;
@@ -197,9 +173,7 @@ fn parsed<K: std::str::FromStr>(
 }
 
 fn take_stall<K>(keys: &mut Vec<(K, String)>, client: impl Fn(&K) -> Option<ClientConfigKey>) -> Result<Duration> {
-    let found = keys
-        .iter()
-        .position(|(key, _)| client(key) == Some(ClientConfigKey::ReadTimeout));
+    let found = keys.iter().position(|(key, _)| client(key) == Some(ClientConfigKey::ReadTimeout));
     stall(found.map(|index| keys.remove(index).1).as_deref())
 }
 
@@ -208,9 +182,7 @@ fn stall(text: Option<&str>) -> Result<Duration> {
 }
 
 fn unknown(scheme: &str, name: &str, known: &str) -> Error {
-    Error::Config(format!(
-        "no option {name:?} for {scheme}:// stores; there are: {known}; and {CLIENT_OPTIONS}"
-    ))
+    Error::Config(format!("no option {name:?} for {scheme}:// stores; there are: {known}; and {CLIENT_OPTIONS}"))
 }
 
 #[cfg(test)]
@@ -218,23 +190,14 @@ mod tests {
     use super::*;
 
     fn pairs(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-        pairs
-            .iter()
-            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
-            .collect()
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
     }
 
     #[test]
     fn an_unknown_option_is_refused_with_the_known_ones() {
         let error = s3(&pairs(&[("regoin", "x")]), []).err().unwrap().to_string();
-        assert!(
-            error.contains("\"regoin\"") && error.contains("region") && error.contains("allow_http"),
-            "{error}"
-        );
-        assert!(
-            matches!(s3(&pairs(&[("http2_only", "true")]), []), Err(Error::Config(_))),
-            "not honoured"
-        );
+        assert!(error.contains("\"regoin\"") && error.contains("region") && error.contains("allow_http"), "{error}");
+        assert!(matches!(s3(&pairs(&[("http2_only", "true")]), []), Err(Error::Config(_))), "not honoured");
         assert!(matches!(google(&pairs(&[("region", "x")])), Err(Error::Config(_))));
         assert!(matches!(azure(&pairs(&[("region", "x")])), Err(Error::Config(_))));
         assert!(matches!(web(&pairs(&[("region", "x")])), Err(Error::Config(_))));
@@ -242,11 +205,7 @@ mod tests {
 
     #[test]
     fn an_option_beats_the_environment() {
-        let env = pairs(&[
-            ("AWS_REGION", "env"),
-            ("AWS_ENDPOINT_URL_S3", "http://env"),
-            ("AWS_ALLOW_HTTP", "true"),
-        ]);
+        let env = pairs(&[("AWS_REGION", "env"), ("AWS_ENDPOINT_URL_S3", "http://env"), ("AWS_ALLOW_HTTP", "true")]);
         let settings = s3(&pairs(&[("region", "option"), ("endpoint", "http://option")]), env).unwrap();
         assert_eq!(settings.keys[&S3Key::Region], "option");
         assert_eq!(settings.keys[&S3Key::Endpoint], "http://option");
@@ -256,21 +215,12 @@ mod tests {
 
     #[test]
     fn given_keys_are_not_mixed_with_those_of_the_environment() {
-        let env = || {
-            pairs(&[
-                ("AWS_ACCESS_KEY_ID", "e"),
-                ("AWS_SECRET_ACCESS_KEY", "e"),
-                ("AWS_SESSION_TOKEN", "e"),
-            ])
-        };
+        let env = || pairs(&[("AWS_ACCESS_KEY_ID", "e"), ("AWS_SECRET_ACCESS_KEY", "e"), ("AWS_SESSION_TOKEN", "e")]);
         let given = s3(&pairs(&[("access_key_id", "o"), ("secret_access_key", "o")]), env()).unwrap();
         assert_eq!(given.source, CredentialSource::Keys);
         assert!(!given.keys.contains_key(&S3Key::Token));
         let profile = s3(&pairs(&[("profile", "team")]), env()).unwrap();
-        assert_eq!(
-            (profile.source, profile.profile.as_deref()),
-            (CredentialSource::Sdk, Some("team"))
-        );
+        assert_eq!((profile.source, profile.profile.as_deref()), (CredentialSource::Sdk, Some("team")));
         assert_eq!(s3(&pairs(&[]), env()).unwrap().source, CredentialSource::Keys);
         assert_eq!(s3(&pairs(&[]), []).unwrap().source, CredentialSource::Sdk);
     }
@@ -287,14 +237,8 @@ mod tests {
 
     #[test]
     fn the_read_timeout_is_our_stall() {
-        assert_eq!(
-            s3(&pairs(&[("read_timeout", "2s")]), []).unwrap().stall,
-            Duration::from_secs(2)
-        );
-        assert_eq!(
-            web(&pairs(&[("read_timeout", "2s")])).unwrap().1,
-            Duration::from_secs(2)
-        );
+        assert_eq!(s3(&pairs(&[("read_timeout", "2s")]), []).unwrap().stall, Duration::from_secs(2));
+        assert_eq!(web(&pairs(&[("read_timeout", "2s")])).unwrap().1, Duration::from_secs(2));
         assert_eq!(web(&pairs(&[])).unwrap().1, STALL);
     }
 }

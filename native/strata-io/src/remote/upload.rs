@@ -26,22 +26,11 @@ pub(super) async fn begin(remote: Arc<Remote>, name: &str, size: u64) -> Result<
     remote.uploads("write", name)?;
     names::key(&remote.root, name)?;
     if size <= remote.part_bytes(size) {
-        return Ok(Box::new(Whole {
-            remote,
-            name: name.to_owned(),
-            size,
-            parts: Mutex::default(),
-        }));
+        return Ok(Box::new(Whole { remote, name: name.to_owned(), size, parts: Mutex::default() }));
     }
-    Upload::begin(remote, name, size)
-        .await
-        .map(|upload| -> Box<dyn ObjectWriter> {
-            Box::new(InParts {
-                upload: Arc::new(upload),
-                settled: AtomicBool::new(false),
-                runtime: Handle::current(),
-            })
-        })
+    Upload::begin(remote, name, size).await.map(|upload| -> Box<dyn ObjectWriter> {
+        Box::new(InParts { upload: Arc::new(upload), settled: AtomicBool::new(false), runtime: Handle::current() })
+    })
 }
 
 /// An object that fits into one part: kept, not copied, and put at the end.
@@ -56,10 +45,7 @@ struct Whole {
 #[async_trait]
 impl ObjectWriter for Whole {
     async fn write_part(&self, part: Part) -> Result<()> {
-        self.parts
-            .lock()
-            .expect("no panic while held")
-            .insert(part.offset, part);
+        self.parts.lock().expect("no panic while held").insert(part.offset, part);
         Ok(())
     }
 
@@ -71,9 +57,7 @@ impl ObjectWriter for Whole {
             return Err(wrong_length(&self.remote.object(&self.name), self.size, bytes));
         }
         let payload: PutPayload = parts.into_values().flat_map(|part| part.pieces).collect();
-        self.remote
-            .put_payload(&self.name, payload, self.remote.crc_header(crc))
-            .await
+        self.remote.put_payload(&self.name, payload, self.remote.crc_header(crc)).await
     }
 
     async fn abort(self: Box<Self>) {}
@@ -156,27 +140,12 @@ impl Upload {
         let (object, key) = (remote.object(name), names::key(&remote.root, name)?);
         let parts = remote.uploads("write", name)?.clone();
         let nonce = format!("{:032x}", rand::random::<u128>());
-        let doing = Doing {
-            operation: "begin",
-            object: &object,
-        };
+        let doing = Doing { operation: "begin", object: &object };
         let create = || parts.create_multipart_opts(&key, options(&remote, &nonce));
         let id = remote.retried(doing, begin_headers(&remote), create).await?;
         let part_bytes = remote.part_bytes(size);
         let (name, written) = (name.to_owned(), Mutex::default());
-        let mut upload = Self {
-            remote,
-            parts,
-            name,
-            object,
-            key,
-            size,
-            part_bytes,
-            id,
-            nonce,
-            record: None,
-            written,
-        };
+        let mut upload = Self { remote, parts, name, object, key, size, part_bytes, id, nonce, record: None, written };
         if !upload.id.is_empty() {
             let (record, content) = journal::record(&upload.name, &upload.id);
             upload.record = Some(record.clone());
@@ -201,19 +170,10 @@ impl Upload {
         }
         let (index, crc32) = (part.index, part.crc32);
         let payload: PutPayload = part.pieces.into_iter().collect();
-        let doing = Doing {
-            operation: "write",
-            object: &self.object,
-        };
-        let put = || {
-            self.parts
-                .put_part(&self.key, &self.id, index as usize, payload.clone())
-        };
+        let doing = Doing { operation: "write", object: &self.object };
+        let put = || self.parts.put_part(&self.key, &self.id, index as usize, payload.clone());
         let id = self.remote.retried(doing, self.remote.crc_header(crc32), put).await?;
-        self.written
-            .lock()
-            .expect("no panic while held")
-            .insert(index, Written { id, bytes, crc32 });
+        self.written.lock().expect("no panic while held").insert(index, Written { id, bytes, crc32 });
         Ok(())
     }
 
@@ -225,10 +185,7 @@ impl Upload {
         if !headers.is_empty() {
             headers.push(FULL_OBJECT);
         }
-        let doing = Doing {
-            operation: "complete",
-            object: &self.object,
-        };
+        let doing = Doing { operation: "complete", object: &self.object };
         let mut retry = Retry::start(self.remote.policy(), doing.operation, doing.object);
         loop {
             let complete = self.parts.complete_multipart(&self.key, &self.id, ids.clone());
@@ -253,34 +210,22 @@ impl Upload {
             Some((bytes, crc)) if bytes == self.size => {
                 Ok((written.values().map(|part| part.id.clone()).collect(), crc))
             }
-            _ => Err(wrong_length(
-                &self.object,
-                self.size,
-                written.values().map(|part| part.bytes).sum(),
-            )),
+            _ => Err(wrong_length(&self.object, self.size, written.values().map(|part| part.bytes).sum())),
         }
     }
 
     /// Whether the object is there, and is this upload's.
     async fn landed(&self) -> bool {
-        let doing = Doing {
-            operation: "stat",
-            object: &self.object,
-        };
+        let doing = Doing { operation: "stat", object: &self.object };
         let head = || {
-            let options = GetOptions {
-                head: true,
-                ..GetOptions::default()
-            };
+            let options = GetOptions { head: true, ..GetOptions::default() };
             self.remote.bucket.objects.get_opts(&self.key, options)
         };
         let Ok(answer) = self.remote.retried(doing, Headers::new(), head).await else {
             return false;
         };
         let nonce = answer.attributes.get(&Attribute::Metadata(NONCE.into()));
-        let ours = nonce.map_or(!self.remote.bucket.abilities.upload_metadata, |nonce| {
-            **nonce == *self.nonce
-        });
+        let ours = nonce.map_or(!self.remote.bucket.abilities.upload_metadata, |nonce| **nonce == *self.nonce);
         ours && answer.meta.size == self.size
     }
 
@@ -309,21 +254,12 @@ impl fmt::Debug for Upload {
 /// The checksum of the whole object, not one of the parts' checksums: parts can be combined into it, and it
 /// is what a reader of the whole can compare.
 /// <https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity.html>
-const FULL_OBJECT: (HeaderName, HeaderValue) = (
-    HeaderName::from_static("x-amz-checksum-type"),
-    HeaderValue::from_static("FULL_OBJECT"),
-);
+const FULL_OBJECT: (HeaderName, HeaderValue) =
+    (HeaderName::from_static("x-amz-checksum-type"), HeaderValue::from_static("FULL_OBJECT"));
 
 fn begin_headers(remote: &Remote) -> Headers {
-    let algorithm = (
-        HeaderName::from_static("x-amz-checksum-algorithm"),
-        HeaderValue::from_static("CRC32"),
-    );
-    if remote.bucket.abilities.crc32 {
-        vec![algorithm, FULL_OBJECT]
-    } else {
-        Headers::new()
-    }
+    let algorithm = (HeaderName::from_static("x-amz-checksum-algorithm"), HeaderValue::from_static("CRC32"));
+    if remote.bucket.abilities.crc32 { vec![algorithm, FULL_OBJECT] } else { Headers::new() }
 }
 
 fn options(remote: &Remote, nonce: &str) -> PutMultipartOptions {
@@ -331,10 +267,7 @@ fn options(remote: &Remote, nonce: &str) -> PutMultipartOptions {
     if remote.bucket.abilities.upload_metadata {
         attributes.insert(Attribute::Metadata(NONCE.into()), nonce.to_owned().into());
     }
-    PutMultipartOptions {
-        attributes,
-        ..PutMultipartOptions::default()
-    }
+    PutMultipartOptions { attributes, ..PutMultipartOptions::default() }
 }
 
 #[cfg(test)]

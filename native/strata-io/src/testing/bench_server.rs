@@ -46,9 +46,7 @@ impl BenchServer {
             stopped: AtomicBool::new(false),
         });
         let own = shared.clone();
-        std::thread::Builder::new()
-            .name("bench-s3".to_owned())
-            .spawn(move || accept(&listener, &own))?;
+        std::thread::Builder::new().name("bench-s3".to_owned()).spawn(move || accept(&listener, &own))?;
         Ok(Self { address, shared })
     }
 
@@ -86,10 +84,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
         };
         // A client that goes away in the middle is no fault of the server's.
         let serve = move || serve(stream, &shared).unwrap_or_else(|error| tracing::debug!(%error, "connection ended"));
-        if let Err(error) = std::thread::Builder::new()
-            .name("bench-s3-connection".to_owned())
-            .spawn(serve)
-        {
+        if let Err(error) = std::thread::Builder::new().name("bench-s3-connection".to_owned()).spawn(serve) {
             tracing::warn!(%error, "no thread for a connection");
         }
     }
@@ -115,17 +110,9 @@ fn answer(head: &Head, stream: &mut TcpStream, buffered: &mut Vec<u8>, shared: &
         Err(refused) => return Ok(refused),
     };
     let query = |name: &str| head.query.get(name).map(String::as_str);
-    let (upload, part) = (
-        query("uploadId"),
-        query("partNumber").and_then(|number| number.parse::<u32>().ok()),
-    );
+    let (upload, part) = (query("uploadId"), query("partNumber").and_then(|number| number.parse::<u32>().ok()));
     let count = |kind: &str| {
-        *shared
-            .requests
-            .lock()
-            .expect("no panic while held")
-            .entry(kind.to_owned())
-            .or_default() += 1;
+        *shared.requests.lock().expect("no panic while held").entry(kind.to_owned()).or_default() += 1;
     };
     let (bucket, key) = head.path.split_once('/').unwrap_or((&head.path, ""));
     let path = format!("{bucket}/{key}");

@@ -43,31 +43,17 @@ pub struct Faults {
 impl FaultyStore {
     /// `inner`, failing as `faults` say.
     pub fn failing(inner: Arc<dyn Store>, faults: Vec<Fault>) -> Self {
-        Self::new(
-            inner,
-            Faults {
-                faults,
-                seen: Mutex::default(),
-            },
-        )
+        Self::new(inner, Faults { faults, seen: Mutex::default() })
     }
 }
 
 impl Faults {
     fn way(&self, kind: Kind, nth: u64) -> Option<&Way> {
-        self.faults
-            .iter()
-            .find(|fault| fault.kind == kind && fault.nth == nth)
-            .map(|fault| &fault.way)
+        self.faults.iter().find(|fault| fault.kind == kind && fault.nth == nth).map(|fault| &fault.way)
     }
 
     fn so_far(&self, kind: Kind) -> u64 {
-        self.seen
-            .lock()
-            .expect("no panic while held")
-            .get(&kind)
-            .copied()
-            .unwrap_or(0)
+        self.seen.lock().expect("no panic while held").get(&kind).copied().unwrap_or(0)
     }
 }
 
@@ -96,9 +82,6 @@ impl Hook for Faults {
     }
 
     fn flips(&self, request: &Request<'_>) -> bool {
-        matches!(
-            self.way(request.kind, self.so_far(request.kind) + 1),
-            Some(Way::BitFlipped)
-        )
+        matches!(self.way(request.kind, self.so_far(request.kind) + 1), Some(Way::BitFlipped))
     }
 }

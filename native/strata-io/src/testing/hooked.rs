@@ -77,10 +77,7 @@ pub struct Hooked<H> {
 impl<H: Hook> Hooked<H> {
     /// Wraps `inner`.
     pub fn new(inner: Arc<dyn Store>, hook: H) -> Self {
-        Self {
-            inner,
-            hook: Arc::new(hook),
-        }
+        Self { inner, hook: Arc::new(hook) }
     }
 
     /// The hook, to be asked or set.
@@ -117,31 +114,19 @@ impl<H: Hook> Store for Hooked<H> {
     }
 
     async fn put(&self, name: &str, bytes: Bytes, mode: PutMode) -> Result<()> {
-        let kind = if mode == PutMode::Create {
-            Kind::PutNew
-        } else {
-            Kind::Put
-        };
+        let kind = if mode == PutMode::Create { Kind::PutNew } else { Kind::Put };
         let length = bytes.len() as u64;
         self.around(kind, name, length, self.inner.put(name, bytes, mode)).await
     }
 
     async fn create(&self, name: &str, size: u64) -> Result<Box<dyn ObjectWriter>> {
         let inner = self.around(Kind::Begin, name, 0, self.inner.create(name, size)).await?;
-        Ok(Box::new(HookedWriter {
-            inner,
-            name: name.to_owned(),
-            hook: self.hook.clone(),
-        }))
+        Ok(Box::new(HookedWriter { inner, name: name.to_owned(), hook: self.hook.clone() }))
     }
 
     async fn read_into(&self, name: &str, range: Range<u64>, targets: Vec<LentMut>) -> Result<()> {
         let bytes = range.end.saturating_sub(range.start);
-        let request = Request {
-            kind: Kind::Read,
-            name,
-            bytes,
-        };
+        let request = Request { kind: Kind::Read, name, bytes };
         if !self.hook.flips(&request) {
             return around(&*self.hook, &request, self.inner.read_into(name, range, targets)).await;
         }
@@ -156,11 +141,7 @@ impl<H: Hook> Store for Hooked<H> {
 
     async fn read(&self, name: &str, range: Option<Range<u64>>) -> Result<Bytes> {
         let bytes = range.as_ref().map_or(0, |range| range.end.saturating_sub(range.start));
-        let request = Request {
-            kind: Kind::Read,
-            name,
-            bytes,
-        };
+        let request = Request { kind: Kind::Read, name, bytes };
         let flips = self.hook.flips(&request);
         let read = around(&*self.hook, &request, self.inner.read(name, range)).await?;
         Ok(if flips { flipped(&read) } else { read })
@@ -175,8 +156,7 @@ impl<H: Hook> Store for Hooked<H> {
     }
 
     async fn list_folders(&self, prefix: &str) -> Result<Vec<String>> {
-        self.around(Kind::List, prefix, 0, self.inner.list_folders(prefix))
-            .await
+        self.around(Kind::List, prefix, 0, self.inner.list_folders(prefix)).await
     }
 
     async fn delete(&self, name: &str) -> Result<()> {
@@ -188,8 +168,7 @@ impl<H: Hook> Store for Hooked<H> {
     }
 
     async fn abort_upload(&self, name: &str, upload_id: &str) -> Result<()> {
-        self.around(Kind::Abort, name, 0, self.inner.abort_upload(name, upload_id))
-            .await
+        self.around(Kind::Abort, name, 0, self.inner.abort_upload(name, upload_id)).await
     }
 }
 
@@ -203,11 +182,7 @@ struct HookedWriter<H> {
 #[async_trait]
 impl<H: Hook> ObjectWriter for HookedWriter<H> {
     async fn write_part(&self, mut part: Part) -> Result<()> {
-        let request = Request {
-            kind: Kind::Part,
-            name: &self.name,
-            bytes: part.len() as u64,
-        };
+        let request = Request { kind: Kind::Part, name: &self.name, bytes: part.len() as u64 };
         if self.hook.flips(&request) {
             // The CRC stays: it was taken from the bytes as they were.
             part.pieces = vec![flipped(&part.pieces.concat())];
@@ -217,16 +192,7 @@ impl<H: Hook> ObjectWriter for HookedWriter<H> {
 
     async fn finish(self: Box<Self>) -> Result<()> {
         let Self { inner, name, hook } = *self;
-        around(
-            &*hook,
-            &Request {
-                kind: Kind::Finish,
-                name: &name,
-                bytes: 0,
-            },
-            inner.finish(),
-        )
-        .await
+        around(&*hook, &Request { kind: Kind::Finish, name: &name, bytes: 0 }, inner.finish()).await
     }
 
     async fn abort(self: Box<Self>) {
@@ -236,17 +202,7 @@ impl<H: Hook> ObjectWriter for HookedWriter<H> {
             Ok(())
         };
         // An abort has no result: what a hook refuses is left to the next collection, as in life.
-        if let Err(error) = around(
-            &*hook,
-            &Request {
-                kind: Kind::Abort,
-                name: &name,
-                bytes: 0,
-            },
-            abort,
-        )
-        .await
-        {
+        if let Err(error) = around(&*hook, &Request { kind: Kind::Abort, name: &name, bytes: 0 }, abort).await {
             tracing::warn!(%error, "an abort was refused");
         }
     }

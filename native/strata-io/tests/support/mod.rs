@@ -27,10 +27,8 @@ pub fn config() -> IoConfig {
 
 /// A store at `url` with these options.
 pub fn store(url: &str, options: &[(&str, &str)], config: &IoConfig) -> Arc<dyn Store> {
-    let options: BTreeMap<String, String> = options
-        .iter()
-        .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
-        .collect();
+    let options: BTreeMap<String, String> =
+        options.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
     open(url, &options, config).expect("the store opens")
 }
 
@@ -43,9 +41,7 @@ pub fn s3(endpoint: &str, bucket: &str, config: &IoConfig) -> Arc<dyn Store> {
 
 /// `len` bytes that are not periodic in any power of two, so that misplaced pieces show.
 pub fn pattern(len: usize) -> Bytes {
-    (0..len as u64)
-        .map(|i| (i.wrapping_mul(2_654_435_761) >> 16) as u8)
-        .collect()
+    (0..len as u64).map(|i| (i.wrapping_mul(2_654_435_761) >> 16) as u8).collect()
 }
 
 /// The parts of `bytes`, each of two pieces, as `store` wants them.
@@ -54,12 +50,7 @@ pub fn parts(store: &dyn Store, bytes: &Bytes) -> Vec<Part> {
     let part = |(index, offset): (usize, usize)| {
         let own = bytes.slice(offset..bytes.len().min(offset + part_bytes));
         let pieces = vec![own.slice(..own.len() / 3), own.slice(own.len() / 3..)];
-        Part {
-            index: index as u32,
-            offset: offset as u64,
-            pieces,
-            crc32: digest::crc32(&own),
-        }
+        Part { index: index as u32, offset: offset as u64, pieces, crc32: digest::crc32(&own) }
     };
     (0..bytes.len()).step_by(part_bytes).enumerate().map(part).collect()
 }
@@ -67,9 +58,7 @@ pub fn parts(store: &dyn Store, bytes: &Bytes) -> Vec<Part> {
 /// Writes the parts side by side, the last first.
 pub async fn write_all(writer: &dyn ObjectWriter, mut parts: Vec<Part>) -> Result<()> {
     parts.reverse();
-    futures::future::try_join_all(parts.into_iter().map(|part| writer.write_part(part)))
-        .await
-        .map(|_| ())
+    futures::future::try_join_all(parts.into_iter().map(|part| writer.write_part(part))).await.map(|_| ())
 }
 
 /// Writes `bytes` under `name` as a large object.

@@ -64,29 +64,18 @@ impl Proxy {
     /// Heads of the requests so far that have this method and a target that contains `target`.
     pub fn heads(&self, method: &str, target: &str) -> Vec<String> {
         let heads = self.heads.lock().unwrap();
-        heads
-            .iter()
-            .filter(|head| matches(head, method, target))
-            .cloned()
-            .collect()
+        heads.iter().filter(|head| matches(head, method, target)).cloned().collect()
     }
 }
 
 /// A complete answer.
 pub fn answer(status: u16, headers: &str, body: &str) -> String {
-    format!(
-        "HTTP/1.1 {status} -\r\n{headers}content-length: {}\r\n\r\n{body}",
-        body.len()
-    )
+    format!("HTTP/1.1 {status} -\r\n{headers}content-length: {}\r\n\r\n{body}", body.len())
 }
 
 /// An error as S3 writes it.
 pub fn error(status: u16, headers: &str, code: &str) -> String {
-    answer(
-        status,
-        headers,
-        &format!("<Error><Code>{code}</Code><Message>by the test</Message></Error>"),
-    )
+    answer(status, headers, &format!("<Error><Code>{code}</Code><Message>by the test</Message></Error>"))
 }
 
 fn matches(head: &str, method: &str, target: &str) -> bool {
@@ -100,12 +89,7 @@ fn serve(mut client: TcpStream, server: SocketAddr, rules: &[Rule], heads: &Mute
         let action = {
             let mut heads = heads.lock().unwrap();
             heads.push(head.clone());
-            let nth = |rule: &Rule| {
-                heads
-                    .iter()
-                    .filter(|head| matches(head, rule.method, rule.target))
-                    .count()
-            };
+            let nth = |rule: &Rule| heads.iter().filter(|head| matches(head, rule.method, rule.target)).count();
             let applies = |rule: &&Rule| matches(&head, rule.method, rule.target) && [0, nth(rule)].contains(&rule.nth);
             rules.iter().find(applies).map(|rule| rule.action.clone())
         };
@@ -126,14 +110,7 @@ fn serve(mut client: TcpStream, server: SocketAddr, rules: &[Rule], heads: &Mute
         upstream.write_all(head.as_bytes())?;
         upstream.write_all(&body)?;
         let answer_head = read_head(&mut upstream)?;
-        let mut answer = vec![
-            0;
-            if head.starts_with("HEAD") {
-                0
-            } else {
-                length(&answer_head)
-            }
-        ];
+        let mut answer = vec![0; if head.starts_with("HEAD") { 0 } else { length(&answer_head) }];
         upstream.read_exact(&mut answer)?;
         match action {
             Some(Action::Lost) => return Ok(()),
@@ -166,11 +143,7 @@ fn read_head(stream: &mut TcpStream) -> io::Result<String> {
 }
 
 fn length(head: &str) -> usize {
-    let value = |line: &str| {
-        line.to_ascii_lowercase()
-            .strip_prefix("content-length:")
-            .map(|v| v.trim().parse().ok())
-    };
+    let value = |line: &str| line.to_ascii_lowercase().strip_prefix("content-length:").map(|v| v.trim().parse().ok());
     head.lines().find_map(value).flatten().unwrap_or(0)
 }
 

@@ -41,24 +41,15 @@ static MOTO_SERVER: LazyLock<Moto> = LazyLock::new(|| {
         .spawn()
         .unwrap_or_else(|error| panic!("moto cannot start: {error}; {hint}"));
     let mut endpoint = String::new();
-    BufReader::new(process.stdout.take().expect("piped"))
-        .read_line(&mut endpoint)
-        .expect("readable");
+    BufReader::new(process.stdout.take().expect("piped")).read_line(&mut endpoint).expect("readable");
     assert!(endpoint.starts_with("http://"), "moto did not start; {hint}");
-    Moto {
-        endpoint: endpoint.trim().to_owned(),
-        _process: Mutex::new(process),
-    }
+    Moto { endpoint: endpoint.trim().to_owned(), _process: Mutex::new(process) }
 });
 
 /// A name no other test uses, in this process or, on servers that are shared, another.
 pub fn fresh(prefix: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    format!(
-        "{prefix}-{}-{}",
-        std::process::id(),
-        NEXT.fetch_add(1, Ordering::Relaxed)
-    )
+    format!("{prefix}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
 /// Endpoint of moto, started when first asked for.
@@ -98,17 +89,10 @@ static S3S_FS: LazyLock<S3sFs> = LazyLock::new(|| {
     let root = directory.path().to_owned();
     let (own_root, (ready, endpoint)) = (root.clone(), mpsc::channel());
     std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .enable_all()
-            .worker_threads(2)
-            .build();
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(2).build();
         runtime.expect("a runtime").block_on(serve_s3s(own_root, ready));
     });
-    S3sFs {
-        endpoint: endpoint.recv().expect("the server starts"),
-        root,
-        _directory: directory,
-    }
+    S3sFs { endpoint: endpoint.recv().expect("the server starts"), root, _directory: directory }
 });
 
 async fn serve_s3s(root: PathBuf, ready: mpsc::Sender<String>) {
@@ -116,9 +100,7 @@ async fn serve_s3s(root: PathBuf, ready: mpsc::Sender<String>) {
     builder.set_auth(SimpleAuth::from_single(KEY, SECRET));
     let service = builder.build();
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
-    ready
-        .send(format!("http://{}", listener.local_addr().expect("bound")))
-        .expect("somebody waits");
+    ready.send(format!("http://{}", listener.local_addr().expect("bound"))).expect("somebody waits");
     loop {
         let Ok((socket, _)) = listener.accept().await else {
             continue;

@@ -78,8 +78,7 @@ impl Body {
 
     pub(super) fn to_vec(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
-        self.write(0..self.len(), &mut bytes)
-            .expect("a vector takes everything");
+        self.write(0..self.len(), &mut bytes).expect("a vector takes everything");
         bytes
     }
 }
@@ -110,13 +109,7 @@ pub(super) struct Objects {
 impl Objects {
     pub(super) fn new(keep: bool) -> Self {
         let (objects, uploads) = (Mutex::default(), Mutex::default());
-        Self {
-            keep,
-            free: Free::default(),
-            next: AtomicU64::new(1),
-            objects,
-            uploads,
-        }
+        Self { keep, free: Free::default(), next: AtomicU64::new(1), objects, uploads }
     }
 
     pub(super) fn keeps(&self) -> bool {
@@ -126,9 +119,7 @@ impl Objects {
     /// `length` bytes to be overwritten, warm ones where there are any.
     pub(super) fn memory(&self, length: usize) -> Vec<u8> {
         let mut free = self.free.lock().expect("no panic while held");
-        let fitting = free
-            .iter()
-            .position(|bytes| bytes.capacity() >= length && bytes.capacity() <= 2 * length + 4096);
+        let fitting = free.iter().position(|bytes| bytes.capacity() >= length && bytes.capacity() <= 2 * length + 4096);
         let mut bytes = fitting.map(|index| free.swap_remove(index)).unwrap_or_default();
         drop(free);
         bytes.resize(length, 0);
@@ -136,19 +127,11 @@ impl Objects {
     }
 
     pub(super) fn kept(&self, bytes: Vec<u8>) -> Body {
-        Body::Kept(Arc::new(Memory {
-            bytes,
-            free: self.free.clone(),
-        }))
+        Body::Kept(Arc::new(Memory { bytes, free: self.free.clone() }))
     }
 
     pub(super) fn pending_uploads(&self) -> Vec<String> {
-        self.uploads
-            .lock()
-            .expect("no panic while held")
-            .keys()
-            .cloned()
-            .collect()
+        self.uploads.lock().expect("no panic while held").keys().cloned().collect()
     }
 
     fn e_tag(&self) -> String {
@@ -161,38 +144,18 @@ impl Objects {
             return Reply::error(412, "PreconditionFailed");
         }
         let e_tag = self.e_tag();
-        objects.insert(
-            path.to_owned(),
-            Object {
-                body,
-                e_tag: e_tag.clone(),
-                metadata,
-            },
-        );
-        Reply {
-            status: 200,
-            headers: vec![("etag".to_owned(), e_tag)],
-            ..Reply::default()
-        }
+        objects.insert(path.to_owned(), Object { body, e_tag: e_tag.clone(), metadata });
+        Reply { status: 200, headers: vec![("etag".to_owned(), e_tag)], ..Reply::default() }
     }
 
     pub(super) fn begin(&self, path: &str, metadata: Metadata) -> Reply {
         let id = format!("upload-{}", self.next.fetch_add(1, Ordering::Relaxed));
-        let upload = Upload {
-            metadata,
-            parts: BTreeMap::new(),
-        };
-        self.uploads
-            .lock()
-            .expect("no panic while held")
-            .insert(id.clone(), upload);
+        let upload = Upload { metadata, parts: BTreeMap::new() };
+        self.uploads.lock().expect("no panic while held").insert(id.clone(), upload);
         let (bucket, key) = path.split_once('/').unwrap_or((path, ""));
         let place = format!("<Bucket>{bucket}</Bucket><Key>{}</Key>", escaped(key));
         let id = format!("<UploadId>{id}</UploadId>");
-        Reply::xml(
-            200,
-            format!("<InitiateMultipartUploadResult>{place}{id}</InitiateMultipartUploadResult>"),
-        )
+        Reply::xml(200, format!("<InitiateMultipartUploadResult>{place}{id}</InitiateMultipartUploadResult>"))
     }
 
     pub(super) fn put_part(&self, id: &str, number: u32, body: Body) -> Reply {
@@ -201,11 +164,7 @@ impl Objects {
             return Reply::error(404, "NoSuchUpload");
         };
         upload.parts.insert(number, body);
-        Reply {
-            status: 200,
-            headers: vec![("etag".to_owned(), self.e_tag())],
-            ..Reply::default()
-        }
+        Reply { status: 200, headers: vec![("etag".to_owned(), self.e_tag())], ..Reply::default() }
     }
 
     pub(super) fn complete(&self, path: &str, id: &str) -> Reply {
@@ -213,22 +172,12 @@ impl Objects {
             return Reply::error(404, "NoSuchUpload");
         };
         let (body, e_tag) = (Body::Parts(upload.parts.into_values().collect()), self.e_tag());
-        let object = Object {
-            body,
-            e_tag: e_tag.clone(),
-            metadata: upload.metadata,
-        };
-        self.objects
-            .lock()
-            .expect("no panic while held")
-            .insert(path.to_owned(), object);
+        let object = Object { body, e_tag: e_tag.clone(), metadata: upload.metadata };
+        self.objects.lock().expect("no panic while held").insert(path.to_owned(), object);
         let (bucket, key) = path.split_once('/').unwrap_or((path, ""));
         let place = format!("<Bucket>{bucket}</Bucket><Key>{}</Key>", escaped(key));
         let e_tag = format!("<ETag>{}</ETag>", escaped(&e_tag));
-        Reply::xml(
-            200,
-            format!("<CompleteMultipartUploadResult>{place}{e_tag}</CompleteMultipartUploadResult>"),
-        )
+        Reply::xml(200, format!("<CompleteMultipartUploadResult>{place}{e_tag}</CompleteMultipartUploadResult>"))
     }
 
     pub(super) fn delete(&self, path: &str, upload: Option<&str>) -> Reply {
@@ -239,23 +188,12 @@ impl Objects {
                 true
             }
         };
-        if known {
-            Reply {
-                status: 204,
-                ..Reply::default()
-            }
-        } else {
-            Reply::error(404, "NoSuchUpload")
-        }
+        if known { Reply { status: 204, ..Reply::default() } } else { Reply::error(404, "NoSuchUpload") }
     }
 
     /// Deletes every `<Key>` in the request.
     pub(super) fn delete_all(&self, bucket: &str, xml: &str) -> Reply {
-        for key in xml
-            .split("<Key>")
-            .skip(1)
-            .filter_map(|rest| rest.split("</Key>").next())
-        {
+        for key in xml.split("<Key>").skip(1).filter_map(|rest| rest.split("</Key>").next()) {
             self.delete(&format!("{bucket}/{}", unescaped(key)), None);
         }
         Reply::xml(200, "<DeleteResult></DeleteResult>".to_owned())
@@ -271,26 +209,13 @@ impl Objects {
         headers.push(("last-modified".to_owned(), "Thu, 01 Jan 2026 00:00:00 GMT".to_owned()));
         headers.push(("accept-ranges".to_owned(), "bytes".to_owned()));
         let Some(range) = range else {
-            return Reply {
-                status: 200,
-                headers,
-                content: Some((object.body, 0..total)),
-                text: String::new(),
-            };
+            return Reply { status: 200, headers, content: Some((object.body, 0..total)), text: String::new() };
         };
         let Some(range) = parsed(range, total) else {
             return Reply::error(416, "InvalidRange");
         };
-        headers.push((
-            "content-range".to_owned(),
-            format!("bytes {}-{}/{total}", range.start, range.end - 1),
-        ));
-        Reply {
-            status: 206,
-            headers,
-            content: Some((object.body, range)),
-            text: String::new(),
-        }
+        headers.push(("content-range".to_owned(), format!("bytes {}-{}/{total}", range.start, range.end - 1)));
+        Reply { status: 206, headers, content: Some((object.body, range)), text: String::new() }
     }
 
     pub(super) fn list(&self, bucket: &str, query: &BTreeMap<String, String>) -> Reply {
@@ -298,20 +223,13 @@ impl Objects {
         let prefix = format!("{bucket}/{}", text("prefix"));
         let after = format!("{bucket}/{}", text("continuation-token"));
         let named = |key: &str| {
-            if text("encoding-type") == "url" {
-                encoded(key)
-            } else {
-                escaped(key)
-            }
+            if text("encoding-type") == "url" { encoded(key) } else { escaped(key) }
         };
         let page_keys = text("max-keys").parse().unwrap_or(PAGE_KEYS).min(PAGE_KEYS);
         let (mut entries, mut folders, mut last) = (String::new(), BTreeSet::new(), None);
         let objects = self.objects.lock().expect("no panic while held");
         let mut num_keys = 0;
-        for (path, object) in objects
-            .range(prefix.clone()..)
-            .take_while(|(path, _)| path.starts_with(&prefix))
-        {
+        for (path, object) in objects.range(prefix.clone()..).take_while(|(path, _)| path.starts_with(&prefix)) {
             let key = &path[bucket.len() + 1..];
             let folder = (!text("delimiter").is_empty())
                 .then(|| path[prefix.len()..].find(text("delimiter")))
@@ -326,10 +244,7 @@ impl Objects {
                 continue;
             }
             if num_keys == page_keys {
-                let token = format!(
-                    "<NextContinuationToken>{}</NextContinuationToken>",
-                    escaped(last.unwrap_or(""))
-                );
+                let token = format!("<NextContinuationToken>{}</NextContinuationToken>", escaped(last.unwrap_or("")));
                 entries.push_str(&token);
                 break;
             }
@@ -337,27 +252,18 @@ impl Objects {
             last = Some(folder.unwrap_or(key));
             if let Some(folder) = folder {
                 folders.insert(folder.to_owned());
-                entries.push_str(&format!(
-                    "<CommonPrefixes><Prefix>{}</Prefix></CommonPrefixes>",
-                    named(folder)
-                ));
+                entries.push_str(&format!("<CommonPrefixes><Prefix>{}</Prefix></CommonPrefixes>", named(folder)));
                 continue;
             }
             let (size, e_tag) = (object.body.len(), escaped(&object.e_tag));
             let fields = format!("<Size>{size}</Size><ETag>{e_tag}</ETag><StorageClass>STANDARD</StorageClass>");
             let modified = "<LastModified>2026-01-01T00:00:00.000Z</LastModified>";
-            entries.push_str(&format!(
-                "<Contents><Key>{}</Key>{modified}{fields}</Contents>",
-                named(key)
-            ));
+            entries.push_str(&format!("<Contents><Key>{}</Key>{modified}{fields}</Contents>", named(key)));
         }
         let truncated = entries.contains("<NextContinuationToken>");
         let facts = format!("<Name>{bucket}</Name><Prefix>{}</Prefix>", named(text("prefix")));
         let state = format!("<KeyCount>{num_keys}</KeyCount><IsTruncated>{truncated}</IsTruncated>");
-        Reply::xml(
-            200,
-            format!("<ListBucketResult>{facts}{state}{entries}</ListBucketResult>"),
-        )
+        Reply::xml(200, format!("<ListBucketResult>{facts}{state}{entries}</ListBucketResult>"))
     }
 }
 
@@ -373,30 +279,16 @@ fn parsed(range: &str, total: u64) -> Option<Range<u64>> {
 }
 
 fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&quot;")
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 fn unescaped(text: &str) -> String {
-    text.replace("&lt;", "<")
-        .replace("&gt;", ">")
-        .replace("&quot;", "\"")
-        .replace("&amp;", "&")
+    text.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"").replace("&amp;", "&")
 }
 
 fn encoded(text: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~/".contains(&byte);
-    text.bytes()
-        .map(|byte| {
-            if plain(byte) {
-                (byte as char).to_string()
-            } else {
-                format!("%{byte:02X}")
-            }
-        })
-        .collect()
+    text.bytes().map(|byte| if plain(byte) { (byte as char).to_string() } else { format!("%{byte:02X}") }).collect()
 }
 
 #[cfg(test)]

@@ -35,11 +35,7 @@ impl Head {
     /// The headers `x-amz-meta-*`.
     pub(super) fn metadata(&self) -> Vec<(String, String)> {
         let is_metadata = |(name, _): &(&String, &String)| name.starts_with("x-amz-meta-");
-        self.headers
-            .iter()
-            .filter(is_metadata)
-            .map(|(name, value)| (name.clone(), value.clone()))
-            .collect()
+        self.headers.iter().filter(is_metadata).map(|(name, value)| (name.clone(), value.clone())).collect()
     }
 }
 
@@ -55,19 +51,11 @@ pub(super) struct Reply {
 
 impl Reply {
     pub(super) fn xml(status: u16, text: String) -> Self {
-        Self {
-            status,
-            text,
-            headers: vec![("content-type".to_owned(), "application/xml".to_owned())],
-            content: None,
-        }
+        Self { status, text, headers: vec![("content-type".to_owned(), "application/xml".to_owned())], content: None }
     }
 
     pub(super) fn error(status: u16, code: &str) -> Self {
-        Self::xml(
-            status,
-            format!("<Error><Code>{code}</Code><Message>{code}</Message></Error>"),
-        )
+        Self::xml(status, format!("<Error><Code>{code}</Code><Message>{code}</Message></Error>"))
     }
 }
 
@@ -78,9 +66,7 @@ pub(super) fn read_head(stream: &mut TcpStream, buffered: &mut Vec<u8>) -> io::R
         if let Some(end) = buffered.windows(4).position(|four| four == b"\r\n\r\n") {
             let text = String::from_utf8_lossy(&buffered[..end]).into_owned();
             buffered.drain(..end + 4);
-            return Ok(Some(
-                parse(&text).ok_or_else(|| io::Error::other("a head that is none"))?,
-            ));
+            return Ok(Some(parse(&text).ok_or_else(|| io::Error::other("a head that is none"))?));
         }
         let received = stream.read(&mut chunk)?;
         if received == 0 || buffered.len() > HEAD_BYTES {
@@ -96,17 +82,9 @@ fn parse(text: &str) -> Option<Head> {
     let (method, target) = (first.next()?.to_owned(), first.next()?);
     let (path, query) = target.split_once('?').unwrap_or((target, ""));
     let query = url::form_urlencoded::parse(query.as_bytes()).into_owned().collect();
-    let header = |line: &str| {
-        line.split_once(':')
-            .map(|(k, v)| (k.to_ascii_lowercase(), v.trim().to_owned()))
-    };
+    let header = |line: &str| line.split_once(':').map(|(k, v)| (k.to_ascii_lowercase(), v.trim().to_owned()));
     let headers = lines.filter_map(header).collect();
-    Some(Head {
-        method,
-        path: decoded(path.trim_start_matches('/')),
-        query,
-        headers,
-    })
+    Some(Head { method, path: decoded(path.trim_start_matches('/')), query, headers })
 }
 
 fn decoded(path: &str) -> String {
@@ -114,10 +92,7 @@ fn decoded(path: &str) -> String {
     let mut rest = path.as_bytes();
     while let [first, tail @ ..] = rest {
         let hex = tail.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
-        match hex
-            .filter(|_| *first == b'%')
-            .and_then(|hex| u8::from_str_radix(hex, 16).ok())
-        {
+        match hex.filter(|_| *first == b'%').and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
             Some(byte) => (bytes.push(byte), rest = &tail[2..]).1,
             None => (bytes.push(*first), rest = tail).1,
         }
@@ -134,14 +109,10 @@ pub(super) fn read_body(
 ) -> io::Result<Result<Body, Reply>> {
     let number = |name: &str| head.header(name).and_then(|text| text.parse::<usize>().ok());
     let length = number("content-length").unwrap_or(0);
-    let framed = head
-        .header("content-encoding")
-        .is_some_and(|encoding| encoding.contains("aws-chunked"));
+    let framed = head.header("content-encoding").is_some_and(|encoding| encoding.contains("aws-chunked"));
     if length > SMALL_BYTES && !objects.keeps() {
         discard(stream, buffered, length)?;
-        return Ok(Ok(Body::Pattern(
-            number("x-amz-decoded-content-length").unwrap_or(length) as u64,
-        )));
+        return Ok(Ok(Body::Pattern(number("x-amz-decoded-content-length").unwrap_or(length) as u64)));
     }
     let mut memory = objects.memory(length);
     let early = buffered.len().min(length);
@@ -195,10 +166,7 @@ fn unframed(framed: &[u8]) -> Option<Vec<u8>> {
 
 /// Writes `reply`; to a HEAD, its head only.
 pub(super) fn write_reply(stream: &mut TcpStream, head: &Head, reply: &Reply) -> io::Result<()> {
-    let length = reply
-        .content
-        .as_ref()
-        .map_or(reply.text.len() as u64, |(_, range)| range.end - range.start);
+    let length = reply.content.as_ref().map_or(reply.text.len() as u64, |(_, range)| range.end - range.start);
     let mut text = format!("HTTP/1.1 {} -\r\n", reply.status);
     if reply.status != 204 {
         text.push_str(&format!("content-length: {length}\r\n"));
