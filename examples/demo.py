@@ -406,7 +406,7 @@ class Demo:
         seconds = statistics.median(event["seconds"] for event in reference_events if event["event"] == "saved")
         return [
             ("checkpoint", f"{report.read_bytes / 1e6:.1f} MB in {report.objects} objects"),
-            ("save", f"{report.read_bytes / 1e9 / seconds:.2f} GB/s, {seconds:.2f} s with planning and fsync (median)"),
+            ("save", f"{report.read_bytes / 1e9 / seconds:.2f} GB/s, {seconds:.2f} s from plan to commit (median)"),
             ("verified", f"{report.blocks} blocks, no problem"),
             ("stock torch", f"{len(ours)} values equal bit for bit"),
         ]

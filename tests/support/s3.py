@@ -147,7 +147,7 @@ Behaviour = Callable[[Request, Callable[[], Answer]], Answer]
 
 @contextlib.contextmanager
 def gateway(server: str, behave: Behaviour) -> Iterator[str]:
-    """Stand before `server`: every request is answered by ``behave(request, forward)``, where `forward` asks the server.
+    """Stand before `server`: ``behave(request, forward)`` answers each request; `forward` asks the server.
 
     `behave` runs in a thread for each connection, and may wait.
 

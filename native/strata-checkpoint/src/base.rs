@@ -4,7 +4,7 @@ use bytes::Bytes;
 use strata_io::{Error as IoError, PutMode, Store};
 
 use crate::manifest::Manifest;
-use crate::open::{MetadataState, manifest_names, metadata_name, metadata_state, newest};
+use crate::open::{MetadataState, manifest_names, metadata_name, metadata_state, metadata_tail, newest};
 use crate::{Error, Result};
 
 /// Numbered, create-only records below a run root: the highest names the run that may commit.
@@ -45,7 +45,7 @@ pub async fn open_base(store: &dyn Store, rank: Option<u32>) -> Result<Base> {
     let number = names.iter().map(|name| name.number).max().unwrap_or(0);
     // A damaged manifest must not stop the save that replaces it.
     let manifest = match newest(store, rank).await {
-        Ok(found) => found.map(|(manifest, _)| manifest),
+        Ok(found) => found.manifest,
         Err(Error::Manifest { object, detail }) => {
             tracing::warn!("{object}: {detail}; the save goes on and replaces it");
             None
@@ -54,7 +54,7 @@ pub async fn open_base(store: &dyn Store, rank: Option<u32>) -> Result<Base> {
     };
     let metadata = metadata_name(rank);
     let state = match &manifest {
-        Some(manifest) => metadata_state(store, &metadata, manifest).await?,
+        Some(manifest) => metadata_state(metadata_tail(store, &metadata).await?.as_deref(), manifest),
         None => MetadataState::Foreign,
     };
     let foreign_metadata = match state {

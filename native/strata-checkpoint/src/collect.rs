@@ -55,7 +55,8 @@ pub(crate) async fn collect(
     Ok(doomed.iter().filter(|name| name.ends_with(".distcp")).count() as u64)
 }
 
-/// Names in `listed` that `manifest` supersedes, data first: a manifest outlives what it names.
+/// Names in `listed` that `manifest` supersedes, what points first: an index must not outlive what it names, and data
+/// that nothing names is found again by the next save here.
 fn superseded(manifest: &Manifest, listed: &[ObjectInfo], needed: &HashSet<String>) -> Vec<String> {
     let is_old_manifest = |name: &str| {
         ManifestName::parse(name).is_some_and(|parsed| {
@@ -69,10 +70,8 @@ fn superseded(manifest: &Manifest, listed: &[ObjectInfo], needed: &HashSet<Strin
     };
     let names = || listed.iter().map(|object| object.name.as_str());
     let data = names().filter(|name| is_own_data(manifest, name) && !needed.contains(*name));
-    data.chain(names().filter(|name| is_metadata(name)))
-        .chain(names().filter(|name| is_old_manifest(name)))
-        .map(str::to_owned)
-        .collect()
+    let indices = names().filter(|name| is_metadata(name)).chain(names().filter(|name| is_old_manifest(name)));
+    indices.chain(data).map(str::to_owned).collect()
 }
 
 /// Whether a data object is for this manifest's writer to remove.
@@ -82,6 +81,7 @@ fn is_own_data(manifest: &Manifest, name: &str) -> bool {
     name.starts_with(&owner) && name.ends_with(".distcp")
 }
 
+/// Whether a reader holds a lease; those that have expired are removed.
 async fn leased(store: &dyn Store) -> Result<bool> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
     let leases = match store.list(LEASES_FOLDER).await {
@@ -89,7 +89,15 @@ async fn leased(store: &dyn Store) -> Result<bool> {
         leases => leases?,
     };
     let expiry = |name: &str| name.strip_prefix(LEASES_FOLDER)?.split('-').next()?.parse::<u64>().ok();
-    Ok(leases.iter().filter_map(|lease| expiry(&lease.name)).any(|expiry| expiry > now))
+    let mut held = false;
+    for lease in leases {
+        match expiry(&lease.name) {
+            Some(expiry) if expiry > now => held = true,
+            Some(_) => store.delete(&lease.name).await?,
+            None => {}
+        }
+    }
+    Ok(held)
 }
 
 /// Objects of `store` that other checkpoints under the run root refer to.

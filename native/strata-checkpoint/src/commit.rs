@@ -121,6 +121,11 @@ async fn publish(
     manifest.generation = commit.generation;
 
     let before = look_around(store).await?;
+    // The root was listed before the manifests: objects that are missing because a newer save has collected them come
+    // with that save's manifest.
+    if let Some(number) = newer_commit(&before, &manifest) {
+        return Err(Error::Superseded { url: store.url().to_owned(), number }.into());
+    }
     check_objects(store.url(), &manifest, &before.listed)?;
     let fenced = store.honours_create().await?;
     let name = ManifestName { number: manifest.number, rank: commit.rank }.path();
@@ -168,6 +173,13 @@ fn or_empty<T>(listed: strata_io::Result<Vec<T>>) -> Result<Vec<T>> {
         Err(IoError::NotFound { .. }) => Ok(Vec::new()),
         listed => Ok(listed?),
     }
+}
+
+/// Number of a manifest that took the place of `manifest`, if there is one.
+fn newer_commit(before: &Before, manifest: &Manifest) -> Option<u64> {
+    let names = before.listed.iter().filter_map(|object| ManifestName::parse(&object.name));
+    let competes = |name: &ManifestName| manifest.rank.is_none() || name.rank.is_none() || name.rank == manifest.rank;
+    names.filter(|name| name.number >= manifest.number && competes(name)).map(|name| name.number).max()
 }
 
 fn check_objects(url: &str, manifest: &Manifest, listed: &[ObjectInfo]) -> Result<()> {

@@ -33,6 +33,14 @@ pub enum Error {
         /// What is wrong, expected and found.
         detail: String,
     },
+    /// A manifest is sound, but beyond this version.
+    #[error("{object}: {detail}")]
+    Unsupported {
+        /// URL of the file.
+        object: String,
+        /// What it needs.
+        detail: String,
+    },
     /// No committed checkpoint is at the place.
     #[error("no checkpoint at {url}: {detail}")]
     NotFound {

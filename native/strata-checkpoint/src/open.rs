@@ -49,13 +49,19 @@ pub(crate) enum MetadataState {
 /// # Errors
 /// [`Error::NotFound`] if nothing is committed; [`Error::Manifest`] if what is there cannot be used.
 pub async fn open(store: &dyn Store, rank: Option<u32>) -> Result<Checkpoint> {
-    let newest = newest(store, rank).await?;
+    let Newest { manifest, incomplete, warnings } = newest(store, rank).await?;
     let metadata = metadata_name(rank);
-    if let Some((manifest, warnings)) = newest {
-        return match metadata_state(store, &metadata, &manifest).await? {
-            MetadataState::Foreign => stock(store, &metadata, warnings).await,
+    let tail = metadata_tail(store, &metadata).await?;
+    // A rank's index of a save that not all ranks have committed: nobody may take it for stock's, or the ranks load a mix.
+    let is_incomplete = tail.as_deref().is_some_and(|tail| incomplete.iter().any(|id| carries(tail, id)));
+    if let Some(manifest) = manifest {
+        return match metadata_state(tail.as_deref(), &manifest) {
+            MetadataState::Foreign if !is_incomplete => stock(store, &metadata, warnings).await,
             _ => Ok(Checkpoint { source: Source::Strata, manifest, warnings }),
         };
+    }
+    if is_incomplete {
+        return Err(Error::NotFound { url: store.url().to_owned(), detail: warnings.join("; ") });
     }
     if rank.is_none()
         && let Some(world_size) = complete_ranks(store, 0).await?
@@ -63,7 +69,7 @@ pub async fn open(store: &dyn Store, rank: Option<u32>) -> Result<Checkpoint> {
         let detail = format!("{world_size} ranks saved here without collectives; each has its own manifest");
         return Err(Error::NotFound { url: store.url().to_owned(), detail });
     }
-    stock(store, &metadata, Vec::new()).await
+    stock(store, &metadata, warnings).await
 }
 
 async fn stock(store: &dyn Store, metadata: &str, warnings: Vec<String>) -> Result<Checkpoint> {
@@ -82,36 +88,49 @@ pub(crate) fn metadata_name(rank: Option<u32>) -> String {
     rank.map_or(".metadata".to_owned(), |rank| format!("__{rank}.metadata"))
 }
 
-/// The newest valid manifest, and what was passed over on the way.
-pub(crate) async fn newest(store: &dyn Store, rank: Option<u32>) -> Result<Option<(Manifest, Vec<String>)>> {
+/// What the manifests at a place say.
+#[derive(Debug, Default)]
+pub(crate) struct Newest {
+    /// The newest valid one, of ranks on their own: of which all ranks have that number.
+    pub manifest: Option<Manifest>,
+    /// save_ids of newer ones that not all ranks have.
+    pub incomplete: Vec<String>,
+    /// What was passed over.
+    pub warnings: Vec<String>,
+}
+
+/// Looks for the newest valid manifest.
+pub(crate) async fn newest(store: &dyn Store, rank: Option<u32>) -> Result<Newest> {
     let all = manifest_names(store, rank.is_some()).await?;
-    let mut warnings = Vec::new();
+    let mut found = Newest::default();
     let mut first_fault = None;
     for name in all.iter().rev().filter(|name| name.rank == rank) {
         let object = format!("{}/{}", store.url(), name.path());
         match decode(&store.read(&name.path(), None).await?) {
             Ok(manifest) if rank.is_none() => {
-                if complete_ranks(store, manifest.number).await?.is_some() {
-                    return Ok(None);
-                }
-                return Ok(Some((manifest, warnings)));
+                let superseded = complete_ranks(store, manifest.number).await?.is_some();
+                found.manifest = (!superseded).then_some(manifest);
+                return Ok(found);
             }
             Ok(manifest) => {
                 let missing = missing_ranks(&all, name.number, manifest.world_size);
                 if missing.is_empty() {
-                    return Ok(Some((manifest, warnings)));
+                    found.manifest = Some(manifest);
+                    return Ok(found);
                 }
-                warnings.push(format!("{object}: ranks {missing:?} of {} have not committed", manifest.world_size));
+                let world_size = manifest.world_size;
+                found.warnings.push(format!("{object}: ranks {missing:?} of {world_size} have not committed"));
+                found.incomplete.push(manifest.save_id);
             }
-            Err(DecodeError::Unsupported(detail)) => return Err(Error::Manifest { object, detail }),
+            Err(DecodeError::Unsupported(detail)) => return Err(Error::Unsupported { object, detail }),
             Err(DecodeError::Damaged(detail)) => {
-                warnings.push(format!("{object}: {detail}; passed over"));
+                found.warnings.push(format!("{object}: {detail}; passed over"));
                 first_fault.get_or_insert(Error::Manifest { object, detail });
             }
         }
     }
     // A torn manifest beside no older one is damage, not an interrupted commit: those leave the old one in place.
-    first_fault.map_or(Ok(None), Err)
+    first_fault.map_or(Ok(found), Err)
 }
 
 /// All manifests at a place, sorted by number.
@@ -145,20 +164,27 @@ pub(crate) fn missing_ranks(all: &[ManifestName], number: u64, world_size: u32) 
     (0..world_size).filter(|rank| !all.contains(&ManifestName { number, rank: Some(*rank) })).collect()
 }
 
-pub(crate) async fn metadata_state(store: &dyn Store, name: &str, manifest: &Manifest) -> Result<MetadataState> {
+/// The end of a `.metadata`, where its save_id stands; None if there is no such file.
+pub(crate) async fn metadata_tail(store: &dyn Store, name: &str) -> Result<Option<Bytes>> {
     let size = match store.size(name).await {
-        Err(IoError::NotFound { .. }) => return Ok(MetadataState::Absent),
+        Err(IoError::NotFound { .. }) => return Ok(None),
         size => size?,
     };
-    let tail = store.read(name, Some(size.saturating_sub(METADATA_TAIL_BYTES)..size)).await?;
-    let carries = |id: &str| !id.is_empty() && tail.windows(id.len()).any(|window| window == id.as_bytes());
-    Ok(if carries(&manifest.save_id) {
-        MetadataState::Current
-    } else if carries(&manifest.previous_save_id) {
-        MetadataState::Stale
-    } else {
-        MetadataState::Foreign
-    })
+    Ok(Some(store.read(name, Some(size.saturating_sub(METADATA_TAIL_BYTES)..size)).await?))
+}
+
+fn carries(tail: &[u8], id: &str) -> bool {
+    !id.is_empty() && tail.windows(id.len()).any(|window| window == id.as_bytes())
+}
+
+/// How the `.metadata` with this end relates to `manifest`.
+pub(crate) fn metadata_state(tail: Option<&[u8]>, manifest: &Manifest) -> MetadataState {
+    match tail {
+        None => MetadataState::Absent,
+        Some(tail) if carries(tail, &manifest.save_id) => MetadataState::Current,
+        Some(tail) if carries(tail, &manifest.previous_save_id) => MetadataState::Stale,
+        Some(_) => MetadataState::Foreign,
+    }
 }
 
 impl Checkpoint {

@@ -26,7 +26,7 @@ pub(crate) fn to_py(error: strata_checkpoint::Error) -> PyErr {
     match error {
         Error::Io(error) => store_error(error),
         Error::Checksum { .. } => ChecksumError::new_err(message),
-        Error::Manifest { .. } => ManifestError::new_err(message),
+        Error::Manifest { .. } | Error::Unsupported { .. } => ManifestError::new_err(message),
         Error::NotFound { .. } => CheckpointNotFoundError::new_err(message),
         Error::Superseded { .. } => PreconditionError::new_err(message),
         Error::StaleGeneration { .. } => StaleGenerationError::new_err(message),
