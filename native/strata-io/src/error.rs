@@ -17,6 +17,18 @@ pub enum Error {
         /// What else is known, starting with `": "`, or empty.
         detail: String,
     },
+    /// The bucket or container itself does not exist: nothing can be there, and nothing can be written.
+    #[error("{object} does not exist: the bucket does not exist")]
+    NoBucket {
+        /// What was asked for.
+        object: String,
+    },
+    /// A multipart upload that we had begun is no longer known to the store.
+    #[error("the upload of {object} was ended by somebody else, such as a save that has committed there meanwhile")]
+    UploadEnded {
+        /// What was being written.
+        object: String,
+    },
     /// The store refuses us: credentials or permissions.
     #[error("access to {object} is denied: {detail}")]
     PermissionDenied {

@@ -336,7 +336,7 @@ impl Remote {
         let doing = Doing { operation: "abort", object: &object };
         match self.retried(doing, Headers::new(), || parts.abort_multipart(&key, &id)).await {
             // Finished or aborted before.
-            Err(Error::NotFound { .. }) => Ok(()),
+            Err(Error::NotFound { .. } | Error::UploadEnded { .. }) => Ok(()),
             ended => ended,
         }
     }

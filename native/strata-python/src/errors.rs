@@ -39,9 +39,9 @@ fn store_error(error: strata_io::Error) -> PyErr {
     let message = error.to_string();
     match error {
         Error::Config(_) => ConfigError::new_err(message),
-        Error::NotFound { .. } => ObjectNotFoundError::new_err(message),
+        Error::NotFound { .. } | Error::NoBucket { .. } => ObjectNotFoundError::new_err(message),
         Error::PermissionDenied { .. } => StoragePermissionError::new_err(message),
-        Error::AlreadyExists { .. } => PreconditionError::new_err(message),
+        Error::AlreadyExists { .. } | Error::UploadEnded { .. } => PreconditionError::new_err(message),
         Error::Mismatch { .. } => CorruptionError::new_err(message),
         Error::Exhausted { .. } | Error::Io { .. } => StorageError::new_err(message),
     }

@@ -58,7 +58,7 @@ fn final_error(doing: Doing<'_>, error: &object_store::Error, seen: &Seen, code:
     let object = doing.object.to_owned();
     let detail = words(error, seen);
     if NO_BUCKET.contains(&code) {
-        return Error::NotFound { object, detail: ": the bucket does not exist".to_owned() };
+        return Error::NoBucket { object };
     }
     if DIGEST.contains(&code) {
         return Error::Mismatch { object, expected: "bytes that match their checksum".to_owned(), found: detail };
@@ -68,7 +68,7 @@ fn final_error(doing: Doing<'_>, error: &object_store::Error, seen: &Seen, code:
         Some(401 | 403) => Error::PermissionDenied { object, detail },
         // Stores differ in the status for credentials they cannot use.
         Some(400) if is_about_credentials(code) => Error::PermissionDenied { object, detail },
-        Some(404) if code == "NoSuchUpload" => Error::NotFound { object, detail: format!(": {detail}") },
+        Some(404) if code == "NoSuchUpload" => Error::UploadEnded { object },
         Some(404) => Error::NotFound { object, detail: String::new() },
         Some(409 | 412) => Error::AlreadyExists { object },
         Some(501) => Error::Io { operation: doing.operation, object, errno: Some(libc::ENOSYS), detail },

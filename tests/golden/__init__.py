@@ -1,0 +1,1 @@
+"""Bytes of each format version that every later version must read."""
