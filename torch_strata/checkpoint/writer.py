@@ -171,7 +171,8 @@ class StrataWriter(StorageWriter):
         if self._commits:
             self._base = _native.open_base(self._store(), rank=self._own_rank)
             if self._base.exists and not self._overwrite:
-                raise CheckpointExistsError(f"Checkpoint already exists at {os.fspath(self._place)} and overwrite=False")
+                place = os.fspath(self._place)
+                raise CheckpointExistsError(f"Checkpoint already exists at {place}, and overwrite=False")
             if self._base.stale_metadata:
                 self._republish()
             self._generation()
