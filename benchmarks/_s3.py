@@ -148,7 +148,8 @@ def server(args: argparse.Namespace) -> Iterator[str]:
     if args.endpoint:
         yield args.endpoint
         return
-    process = subprocess.Popen([str(args.server)], stdout=subprocess.PIPE, text=True)
+    # It ends when its input is closed, so that it never outlives us.
+    process = subprocess.Popen([str(args.server), "--keep"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline().strip()

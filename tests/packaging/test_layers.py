@@ -13,11 +13,12 @@ from tests.support import REPOSITORY
 PACKAGE = REPOSITORY / "torch_strata"
 
 # What any module of the package may import from it. Everything else is a sub-package, private to itself and the cli.
-SHARED = {"_native", "_logging", "_world", "config", "errors"}
+SHARED = {"_native", "_logging", "_types", "_world", "config", "errors"}
 # Which modules stand on which, among the shared ones.
 SHARED_MAY_IMPORT = {
-    "_native": set(),
+    "_native": {"_types"},
     "errors": set(),
+    "_types": set(),
     "_world": {"errors"},
     "config": {"errors"},
     "_logging": {"_native", "config", "errors"},

@@ -17,6 +17,9 @@ use std::sync::{Arc, Mutex};
 use objects::{Body, Objects};
 use wire::{Head, Reply};
 
+/// Bucket and key under which the number of requests by kind is read, as a JSON object; not itself counted.
+const COUNTERS: &str = "-/counters";
+
 /// A running server, stopped when dropped.
 #[derive(Debug)]
 pub struct BenchServer {
@@ -140,6 +143,10 @@ fn answer(head: &Head, stream: &mut TcpStream, buffered: &mut Vec<u8>, shared: &
         ("DELETE", ..) => {
             count("DELETE");
             objects.delete(&path, upload)
+        }
+        ("GET", false, ..) if path == COUNTERS => {
+            let requests = shared.requests.lock().expect("no panic while held").clone();
+            Reply::xml(200, serde_json::to_string(&requests).expect("a map of numbers is JSON"))
         }
         ("GET" | "HEAD", false, ..) => {
             count(&head.method);
