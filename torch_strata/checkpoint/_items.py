@@ -52,6 +52,9 @@ def _tensor_item(item: WriteItem, data: Any) -> NativeItem:
     tensor = settled(data)
     if tensor.is_meta:
         raise CheckpointError(f"cannot store {fqn!r}: a tensor on the meta device has no values")
+    if tensor.layout is not torch.strided:
+        # DCP gives a reader nothing to load one into: the values would be lost at the load, without a word.
+        raise CheckpointError(f"cannot store {fqn!r}: its layout is {tensor.layout}, DCP loads torch.strided only")
     if planned is not None:
         _check_plan(fqn, tensor, planned.chunk.sizes, planned.properties.dtype)
     offsets = None if item.index.offset is None else tuple(item.index.offset)

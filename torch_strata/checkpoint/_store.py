@@ -61,6 +61,10 @@ def _url(place: str | os.PathLike[str]) -> str:
     url = os.fspath(place)
     if not isinstance(url, str) or not url:
         raise ConfigError(f"checkpoint place: expected a path or a URL, found {place!r}")
+    scheme, colon, rest = url.partition(":")
+    if colon and scheme in _SCHEMES and not rest.startswith("//"):
+        # pathlib makes one slash of two, and a checkpoint would go to a local folder named "s3:".
+        raise ConfigError(f"checkpoint place: expected {scheme}://…, found {url!r}; pass URLs as str, not as Path")
     scheme, separator, _ = url.partition("://")
     if separator and scheme not in _SCHEMES:
         raise ConfigError(f"no store for the scheme {scheme!r} of {url!r}; known: {', '.join(sorted(_SCHEMES))}")

@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -25,7 +25,7 @@ from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._store import is_place, open_store, resolve_config
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointNotFoundError, ConfigError, ObjectNotFoundError, StrataError
+from torch_strata.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ObjectNotFoundError, StrataError
 
 __all__ = ["ReadStats", "StrataReader"]
 
@@ -34,6 +34,14 @@ _logger = logging.getLogger(__name__)
 # A rank's manifest, then its index for stock: a save without collectives that was killed left only the manifest.
 _RANK_FOLDER = ".strata/ranks/"
 _RANK_INDEX = re.compile(rf"{re.escape(_RANK_FOLDER)}\d{{20}}\.\d+|__\d+\.metadata")
+
+
+@dataclass(frozen=True)
+class _State:
+    """Which committed state a rank reads."""
+
+    save_id: str
+    number: int
 
 
 class _UnreadMetadata(Metadata):
@@ -66,7 +74,8 @@ class StrataReader(StorageReader):
         config: Limits of the store.
         storage_options: The store's own settings; win over those of `config`.
         verify: ``"inplace"`` verifies what has been read where it lies: after a CorruptionError the destinations it
-            names are undefined. ``"before"`` verifies in a buffer first, at the price of a copy.
+            names are undefined. ``"before"`` verifies in a buffer first, at the price of a copy. Tensors of stock
+            have one checksum each, compared when all of one has arrived, in either mode.
         allow_dtype_cast: Whether a tensor may be converted to its destination's dtype; an error otherwise.
         trusted_classes: Classes and functions that pickled values may name, beyond those that torch always allows.
             They can run any code: name them for checkpoints that you trust.
@@ -164,12 +173,22 @@ class StrataReader(StorageReader):
         self._rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is: all checks of this rank are made before it reads."""
-        return plan
+        """The plan with the identity of the state that this rank has opened."""
+        opened = self._opened
+        return plan if opened is None else replace(plan, storage_data=_State(opened.save_id, opened.native.number))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
-        return plans
+        """The plans, if all ranks are about to read the same state.
+
+        Raises:
+            CheckpointError: If a save was committed while the ranks opened the checkpoint; load again.
+        """
+        states = {plan.storage_data for plan in plans}
+        # Ranks that saved on their own have a save_id each; their numbers were compared when they were opened.
+        if self._rank is None and len(states) > 1:
+            found = ", ".join(sorted(str(state) for state in states))
+            raise CheckpointError(f"{os.fspath(self._place)}: a save was committed meanwhile, ranks opened {found}")
+        return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items. Blocks with the GIL released.
@@ -187,8 +206,8 @@ class StrataReader(StorageReader):
         except ObjectNotFoundError:
             # A save that ended meanwhile may have removed what it superseded: read the new state, once.
             self._opened = self._open(self._rank)
-            if self._opened.same_as(opened):
-                raise
+            if self._opened.same_as(opened) or plan.storage_data != 1:
+                raise  # other ranks may already have read the old state
             stats = load_plan(self._opened, plan, planner, self._settings)
         self._stats = replace(stats, seconds=time.monotonic() - started)
         future: Future[None] = Future()

@@ -4,7 +4,7 @@ Never copies a storage behind a view, and never re-uses memory of a save that ma
 """
 
 import copy
-from collections.abc import MutableMapping
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class _Snapshot:
     def take(self, value: Any, name: str) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
-        if isinstance(value, MutableMapping):
+        # Of other mappings a shallow copy may share what holds the items: those are copied deeply below.
+        if type(value) in (dict, OrderedDict, defaultdict):
             copied = copy.copy(value)
             for key, item in value.items():
                 copied[key] = self.take(item, f"{name}.{key}" if name else str(key))

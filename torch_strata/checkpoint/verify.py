@@ -47,7 +47,7 @@ def verify(
     storage_options: Mapping[str, str] | None = None,
     rank: int | None = None,
 ) -> VerifyReport:
-    """Read and check a whole checkpoint, ours or stock's, within the store's memory budget. Blocks.
+    """Read and check a whole checkpoint, ours or stock's, 64 MiB at a time. Blocks. Does not look at our `.metadata`.
 
     Args:
         path: Local path or URL.

@@ -187,7 +187,8 @@ class StrataWriter(StorageWriter):
 
         Raises:
             CheckpointError: If a value cannot be stored; nothing has been written then.
-            StorageError: If the store fails; nothing of this save stays.
+            StorageError: If the store fails. What this rank wrote is removed; what others wrote stays until the next
+                save here.
         """
         started = time.monotonic()
         self._spent = True
@@ -206,7 +207,10 @@ class StrataWriter(StorageWriter):
         """Commit what the ranks wrote: the last step, after which the checkpoint is the new one.
 
         Raises:
-            CorruptionError: If an object is not visible from here, or has another size.
+            ObjectNotFoundError: If an object of another rank is not visible from here.
+            CorruptionError: If an object has another size than its rank wrote.
+            CheckpointError: If a planned item was not written, or twice.
+            StorageError: If the store fails. Only if that is while writing `.metadata`, the new manifest is committed.
             PreconditionError: If somebody else committed here meanwhile.
             StaleGenerationError: If a newer run has claimed the run root.
         """

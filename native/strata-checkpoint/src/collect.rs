@@ -5,9 +5,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use strata_io::{ObjectInfo, PendingUpload, Store, discard_upload};
 
-use crate::Result;
-use crate::manifest::{FOLDER, Manifest, ManifestName, decode};
+use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, decode};
 use crate::open::{manifest_names, missing_ranks};
+use crate::{Error, Result};
 
 /// Leases of readers: `.strata/leases/<expiry, Unix seconds, 20 digits>-<nonce>`.
 pub const LEASES_FOLDER: &str = ".strata/leases/";
@@ -124,7 +124,14 @@ async fn manifests_below(run_root: &dyn Store, folder: &str) -> Result<Vec<Manif
     for object in listed {
         let path = object.name.strip_prefix(&format!("{folder}/")).unwrap_or_default();
         if ManifestName::parse(path).is_some() {
-            manifests.extend(decode(&run_root.read(&object.name, None).await?).ok());
+            match decode(&run_root.read(&object.name, None).await?) {
+                Ok(manifest) => manifests.push(manifest),
+                Err(DecodeError::Damaged(_)) => {}
+                // It may refer to us in a way that we do not know: nothing is removed then.
+                Err(DecodeError::Unsupported(detail)) => {
+                    return Err(Error::Unsupported { object: format!("{}/{}", run_root.url(), object.name), detail });
+                }
+            }
         }
     }
     Ok(manifests)

@@ -41,6 +41,12 @@ impl Destination {
         self.first == other.first && self.copy == other.copy
     }
 
+    /// Addresses from the first byte that is filled to one past the last.
+    pub(crate) fn extent(&self) -> Range<usize> {
+        let first = self.first as usize;
+        first..first + self.copy.destination_bytes() as usize
+    }
+
     /// The payload bytes that are needed, from the first to the last.
     pub fn source_range(&self) -> Range<u64> {
         self.copy.source_range()
@@ -52,7 +58,7 @@ impl Destination {
     }
 
     /// The memory that all of `range` of the payload goes to, if that is one piece.
-    pub fn direct(&self, range: Range<u64>) -> Option<LentMut> {
+    pub(crate) fn direct(&self, range: Range<u64>) -> Option<LentMut> {
         let run = self.copy.run_over(range)?;
         // SAFETY: the run lies within the region, by the constructor's contract.
         Some(unsafe {
@@ -61,7 +67,7 @@ impl Destination {
     }
 
     /// Copies what is needed of `bytes`, which are the payload's from `start` on.
-    pub fn scatter(&self, start: u64, bytes: &[u8]) {
+    pub(crate) fn scatter(&self, start: u64, bytes: &[u8]) {
         for run in self.copy.runs_in(start..start + bytes.len() as u64) {
             let from = &bytes[(run.source - start) as usize..][..run.bytes as usize];
             // SAFETY: as in `direct`; source and destination are different allocations.

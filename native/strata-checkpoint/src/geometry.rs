@@ -13,6 +13,20 @@ pub struct StridedCopy {
     run_bytes: u64,
 }
 
+/// Whether two elements of a tensor may lie in the same place. The walk below needs that none do.
+pub fn overlaps(shape: &[u64], strides: &[u64]) -> bool {
+    let mut dims: Vec<(u64, u64)> =
+        strides.iter().copied().zip(shape.iter().copied()).filter(|(_, length)| *length > 1).collect();
+    dims.sort();
+    let mut reach = 1u64;
+    !shape.contains(&0)
+        && dims.iter().any(|(stride, length)| {
+            let collides = *stride < reach;
+            reach = reach.saturating_add((length - 1).saturating_mul(*stride));
+            collides
+        })
+}
+
 /// Bytes that are contiguous on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
@@ -69,6 +83,15 @@ impl StridedCopy {
         }
         let last: u64 = self.outer.iter().map(|(length, source, _)| (length - 1) * source).sum();
         self.start..self.start + last + self.run_bytes
+    }
+
+    /// Bytes of the destination from its first element to the end of its last; strides are not negative in torch.
+    pub fn destination_bytes(&self) -> u64 {
+        if self.run_bytes == 0 {
+            return 0;
+        }
+        let last: i64 = self.outer.iter().map(|(length, _, to)| (*length as i64 - 1) * to).sum();
+        last.max(0) as u64 + self.run_bytes
     }
 
     /// The runs that touch `range` of the payload, cut to it.
@@ -174,6 +197,21 @@ mod tests {
             .collect();
         cells.sort();
         cells
+    }
+
+    #[test]
+    fn overlap_is_seen_in_any_order_of_dims() {
+        for (shape, strides, expected) in [
+            (vec![4, 6], vec![6, 1], false),
+            (vec![6, 4], vec![1, 6], false),
+            (vec![4, 6], vec![8, 1], false),
+            (vec![1 << 20, 3], vec![1, 2], true),
+            (vec![5], vec![0], true),
+            (vec![1, 5], vec![0, 1], false),
+            (vec![0, 5], vec![0, 0], false),
+        ] {
+            assert_eq!(overlaps(&shape, &strides), expected, "{shape:?} {strides:?}");
+        }
     }
 
     fn dense_strides(shape: &[u64], order: &[usize]) -> Vec<u64> {

@@ -2,7 +2,8 @@
 
 mod check;
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use strata_io::Store;
@@ -66,6 +67,7 @@ pub async fn read(
     mode: VerifyMode,
 ) -> Result<(Vec<Bytes>, ReadStats)> {
     let items = &checkpoint.manifest.items;
+    check_blobs(&*store, &checkpoint, blobs).await?;
     let mut buffers: Vec<LentMut> =
         blobs.iter().map(|row| LentMut::owned(items[*row].payload_bytes as usize)).collect();
     let blob_reads = blobs.iter().zip(&mut buffers).map(|(row, buffer)| (*row, whole(buffer)));
@@ -76,12 +78,33 @@ pub async fn read(
         destination.scatter(0, items[*row].inline.as_deref().expect("partitioned so"));
     }
     let requests = plan::requests(items, &stored);
-    let job = Arc::new(Job { store, checkpoint, stored, mode, checks: Checks::default() });
+    let shared = shared_memory(&stored);
+    let job =
+        Arc::new(Job { store, checkpoint, stored, shared, filling: Mutex::new(()), mode, checks: Checks::default() });
     let mut stats = run(&job, budget, requests).await?;
     let (verified, unverified) = job.checks.settle(&job.checkpoint, job.store.url())?;
     stats.blocks_verified = verified;
     stats.unverified_bytes = unverified;
     Ok((buffers.iter().map(|buffer| Bytes::copy_from_slice(buffer.as_slice())).collect(), stats))
+}
+
+/// A `.metadata` can claim any length: memory is asked for only once the object is known to be that long.
+async fn check_blobs(store: &dyn Store, checkpoint: &Checkpoint, blobs: &[usize]) -> Result<()> {
+    let mut needed: BTreeMap<u32, u64> = BTreeMap::new();
+    let items = blobs.iter().map(|row| &checkpoint.manifest.items[*row]).filter(|item| item.inline.is_none());
+    for item in items {
+        let end = needed.entry(item.object).or_default();
+        *end = (*end).max(item.item_offset + item.item_bytes);
+    }
+    for (object, end) in needed {
+        let name = object_path(checkpoint, object);
+        let size = store.size(&name).await?;
+        if size < end {
+            let detail = format!("expected at least {end} bytes, found {size}");
+            return Err(Error::Manifest { object: format!("{}/{name}", store.url()), detail });
+        }
+    }
+    Ok(())
 }
 
 /// A destination that takes a payload as it is.
@@ -96,6 +119,9 @@ struct Job {
     store: Arc<dyn Store>,
     checkpoint: Arc<Checkpoint>,
     stored: Vec<(usize, Destination)>,
+    /// Which of `stored` may share memory with another: those are filled one at a time, from buffers.
+    shared: Vec<bool>,
+    filling: Mutex<()>,
     mode: VerifyMode,
     checks: Checks,
 }
@@ -127,6 +153,25 @@ async fn run(job: &Arc<Job>, budget: &ByteBudget, requests: Vec<Request>) -> Res
     first_error.map_or(Ok(stats), Err)
 }
 
+/// Which destinations reach into the range of addresses of another one.
+fn shared_memory(stored: &[(usize, Destination)]) -> Vec<bool> {
+    let extents: Vec<_> = stored.iter().map(|(_, destination)| destination.extent()).collect();
+    let mut order: Vec<usize> = (0..stored.len()).filter(|i| !extents[*i].is_empty()).collect();
+    order.sort_by_key(|i| extents[*i].start);
+    let mut shared = vec![false; stored.len()];
+    let mut furthest: Option<usize> = None;
+    for i in order {
+        if let Some(before) = furthest.filter(|before| extents[i].start < extents[*before].end) {
+            shared[i] = true;
+            shared[before] = true;
+        }
+        if furthest.is_none_or(|before| extents[i].end > extents[before].end) {
+            furthest = Some(i);
+        }
+    }
+    shared
+}
+
 /// Where the bytes of one block were read to.
 struct Landed {
     block: BlockRead,
@@ -149,6 +194,7 @@ async fn read_request(job: Arc<Job>, request: Request) -> Result<()> {
     let scatter = move || {
         for Landed { block, memory, .. } in landed.iter().filter(|landed| !landed.direct) {
             for index in &block.destinations {
+                let _alone = job.shared[*index].then(|| job.filling.lock().expect("a copy does not panic"));
                 job.stored[*index].1.scatter(block.payload.start, memory.as_slice());
             }
         }
@@ -200,7 +246,7 @@ fn named(error: strata_io::Error, object: &crate::item::Object) -> Error {
 /// the rest and the gaps.
 fn place(job: &Job, request: &Request) -> (Vec<LentMut>, Vec<Landed>, Option<LentMut>) {
     let direct_of = |block: &BlockRead| match (job.mode, block.destinations.as_slice()) {
-        (VerifyMode::InPlace, [only]) => job.stored[*only].1.direct(block.payload.clone()),
+        (VerifyMode::InPlace, [only]) if !job.shared[*only] => job.stored[*only].1.direct(block.payload.clone()),
         _ => None,
     };
     let directs: Vec<Option<LentMut>> = request.blocks.iter().map(direct_of).collect();

@@ -10,6 +10,9 @@ use crate::{Error, Result};
 /// Where the save_id stands: torch pickles storage_meta near the end of `.metadata`.
 const METADATA_TAIL_BYTES: u64 = 4 << 10;
 
+/// A place that changes under every look is being saved to without a pause, which nobody does.
+const OPEN_TRIES: u32 = 4;
+
 /// Who committed the state that is read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
@@ -49,6 +52,35 @@ pub(crate) enum MetadataState {
 /// # Errors
 /// [`Error::NotFound`] if nothing is committed; [`Error::Manifest`] if what is there cannot be used.
 pub async fn open(store: &dyn Store, rank: Option<u32>) -> Result<Checkpoint> {
+    let mut foreign_to = None;
+    for _ in 1..OPEN_TRIES {
+        match look(store, rank, foreign_to).await {
+            Ok(Look::Found(checkpoint)) => return Ok(*checkpoint),
+            Ok(Look::Foreign(number)) => foreign_to = Some(number),
+            // Listed, then superseded and collected before it was read.
+            Err(Error::Io(IoError::NotFound { .. })) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    match look(store, rank, foreign_to).await? {
+        Look::Found(checkpoint) => Ok(*checkpoint),
+        Look::Foreign(_) => {
+            let detail = format!("saves were committed here during each of {OPEN_TRIES} looks");
+            Err(Error::NotFound { url: store.url().to_owned(), detail })
+        }
+    }
+}
+
+/// What one look at a place shows.
+enum Look {
+    Found(Box<Checkpoint>),
+    /// `.metadata` knows nothing of the manifest with this number: stock saved later, or we did since the listing.
+    Foreign(u64),
+}
+
+/// `foreign_to`: the manifest to which `.metadata` was foreign the last time; if it still is the newest, stock saved.
+async fn look(store: &dyn Store, rank: Option<u32>, foreign_to: Option<u64>) -> Result<Look> {
+    let found = |checkpoint| Ok(Look::Found(Box::new(checkpoint)));
     let Newest { manifest, incomplete, warnings } = newest(store, rank).await?;
     let metadata = metadata_name(rank);
     let tail = metadata_tail(store, &metadata).await?;
@@ -56,8 +88,11 @@ pub async fn open(store: &dyn Store, rank: Option<u32>) -> Result<Checkpoint> {
     let is_incomplete = tail.as_deref().is_some_and(|tail| incomplete.iter().any(|id| carries(tail, id)));
     if let Some(manifest) = manifest {
         return match metadata_state(tail.as_deref(), &manifest) {
-            MetadataState::Foreign if !is_incomplete => stock(store, &metadata, warnings).await,
-            _ => Ok(Checkpoint { source: Source::Strata, manifest, warnings }),
+            MetadataState::Foreign if !is_incomplete && foreign_to != Some(manifest.number) => {
+                Ok(Look::Foreign(manifest.number))
+            }
+            MetadataState::Foreign if !is_incomplete => found(stock(store, &metadata, warnings).await?),
+            _ => found(Checkpoint { source: Source::Strata, manifest, warnings }),
         };
     }
     if is_incomplete {
@@ -69,7 +104,7 @@ pub async fn open(store: &dyn Store, rank: Option<u32>) -> Result<Checkpoint> {
         let detail = format!("{world_size} ranks saved here without collectives; each has its own manifest");
         return Err(Error::NotFound { url: store.url().to_owned(), detail });
     }
-    stock(store, &metadata, warnings).await
+    found(stock(store, &metadata, warnings).await?)
 }
 
 async fn stock(store: &dyn Store, metadata: &str, warnings: Vec<String>) -> Result<Checkpoint> {
@@ -149,8 +184,12 @@ pub(crate) async fn manifest_names(store: &dyn Store, of_ranks: bool) -> Result<
 pub(crate) async fn complete_ranks(store: &dyn Store, number: u64) -> Result<Option<u32>> {
     let all = manifest_names(store, true).await?;
     for name in all.iter().rev().filter(|name| name.number > number && name.rank == Some(0)) {
-        let Ok(manifest) = decode(&store.read(&name.path(), None).await?) else {
-            continue;
+        let manifest = match decode(&store.read(&name.path(), None).await?) {
+            Ok(manifest) => manifest,
+            Err(DecodeError::Damaged(_)) => continue,
+            Err(DecodeError::Unsupported(detail)) => {
+                return Err(Error::Unsupported { object: format!("{}/{}", store.url(), name.path()), detail });
+            }
         };
         if missing_ranks(&all, name.number, manifest.world_size).is_empty() {
             return Ok(Some(manifest.world_size));
@@ -161,7 +200,9 @@ pub(crate) async fn complete_ranks(store: &dyn Store, number: u64) -> Result<Opt
 
 /// Ranks of `world_size` that have no manifest with this number.
 pub(crate) fn missing_ranks(all: &[ManifestName], number: u64, world_size: u32) -> Vec<u32> {
-    (0..world_size).filter(|rank| !all.contains(&ManifestName { number, rank: Some(*rank) })).collect()
+    // One rank more than there are manifests suffices to find one missing, however large the file says the world is.
+    let ranks = world_size.min(u32::try_from(all.len()).unwrap_or(u32::MAX).saturating_add(1));
+    (0..ranks).filter(|rank| !all.contains(&ManifestName { number, rank: Some(*rank) })).collect()
 }
 
 /// The end of a `.metadata`, where its save_id stands; None if there is no such file.

@@ -9,6 +9,7 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use strata_io::Store;
 
 use crate::container::{ContainerError, ParsedItem, Step, Window, dtype_bytes, parse, span};
+use crate::geometry::overlaps;
 use crate::item::{Item, Kind, Object};
 use crate::manifest::Manifest;
 use crate::open::Checkpoint;
@@ -94,6 +95,8 @@ async fn look(store: &dyn Store, name: &str, item: Item) -> Result<Item> {
                 let file = item.item_offset + range.start..item.item_offset + range.end;
                 windows.push((range.start, store.read(name, Some(file)).await?));
             }
+            // Elements that share memory are left to torch: our copies go through the payload in one direction.
+            Ok(Step::Done(parsed)) if overlaps(&parsed.shape, &parsed.strides) => return Ok(item),
             Ok(Step::Done(parsed)) => return Ok(as_tensor(item, parsed)),
             Err(ContainerError::Unrecognised(_)) => return Ok(item),
             Err(error) => {

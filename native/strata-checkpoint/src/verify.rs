@@ -13,7 +13,7 @@ use crate::container::{Frame, Placement, TensorSpec};
 use crate::item::{Item, Kind, num_blocks};
 use crate::layout;
 use crate::load::{ReadStats, verify_block};
-use crate::open::Checkpoint;
+use crate::open::{Checkpoint, Source};
 use crate::plan::{REQUEST_BYTES, block_range};
 
 /// Ranges read at a time, of at most [`REQUEST_BYTES`] each.
@@ -23,12 +23,14 @@ const READS_AHEAD: usize = 4;
 ///
 /// Stock checkpoints: the CRC of each archive's tensor, where it has one; call [`crate::stock::resolve`] first.
 pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, Vec<String>) {
-    let items = unique_items(checkpoint);
+    let mut problems = Vec::new();
+    let sizes = object_sizes(store, checkpoint, &mut problems).await;
+    let is_there = |item: &&Item| item.item_offset + item.item_bytes <= sizes[item.object as usize];
+    let items: Vec<&Item> = unique_items(checkpoint).into_iter().filter(is_there).collect();
     let checks = items.iter().flat_map(|item| pieces(item).into_iter().map(move |piece| (*item, piece)));
     let checks: Vec<_> = checks.map(|(item, range)| check_piece(store, checkpoint, item, range).boxed()).collect();
     let mut results = stream::iter(checks).buffered(READS_AHEAD);
     let mut stats = ReadStats::default();
-    let mut problems = Vec::new();
     let mut whole = WholeCrcs::default();
     while let Some(piece) = results.next().await {
         stats.requests += 1;
@@ -53,10 +55,28 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, V
     (stats, problems)
 }
 
+/// Real size of each object; one that is missing, or shorter than its items need, is a problem, named once.
+async fn object_sizes(store: &dyn Store, checkpoint: &Checkpoint, problems: &mut Vec<String>) -> Vec<u64> {
+    let mut sizes = Vec::new();
+    for object in &checkpoint.manifest.objects {
+        let size = store.size(&object.name).await;
+        match &size {
+            Ok(size) if *size >= object.size => {}
+            Ok(size) => {
+                let path = format!("{}/{}", store.url(), object.name);
+                problems.push(format!("{path}: expected {} bytes, found {size}", object.size));
+            }
+            Err(error) => problems.push(error.to_string()),
+        }
+        sizes.push(size.unwrap_or(0));
+    }
+    sizes
+}
+
 /// Each payload once, in the order of the objects.
 fn unique_items(checkpoint: &Checkpoint) -> Vec<&Item> {
-    let unique: BTreeMap<(u32, u64), &Item> =
-        checkpoint.manifest.items.iter().map(|item| ((item.object, item.item_offset), item)).collect();
+    let unique: BTreeMap<(u32, u64, u64), &Item> =
+        checkpoint.manifest.items.iter().map(|item| ((item.object, item.item_offset, item.item_bytes), item)).collect();
     unique.into_values().collect()
 }
 
@@ -99,7 +119,7 @@ async fn check_piece<'a>(store: &dyn Store, checkpoint: &Checkpoint, item: &'a I
     let at = (item.payload_offset() + payload.start - start) as usize;
     let body = bytes.slice(at..at + piece.payload_bytes as usize);
     piece.crc32 = crc32(&body);
-    if !item.digests.is_empty() {
+    if checkpoint.source == Source::Strata {
         let first = payload.start / strata_io::digest::BLOCK_BYTES;
         for block in first..first + num_blocks(piece.payload_bytes) {
             let range = block_range(block, item.payload_bytes);

@@ -11,6 +11,8 @@ use crate::item::{Entry, Item, Kind, TensorEntry, num_blocks};
 const DIGEST_BYTES: usize = 20;
 /// torch stops at 64 dims; more is an attack on our memory, not a tensor.
 const MAX_DIMS: usize = 64;
+/// Names share prefixes, so that a small file could unfold to any size; no name of ours is longer.
+const MAX_NAME_BYTES: usize = 1 << 20;
 
 /// Why columns cannot be decoded.
 pub type Fault = String;
@@ -152,6 +154,9 @@ pub(crate) fn check_extent(item: &Item) -> Result<(), Fault> {
     }
     if item.kind != Kind::Tensor {
         return Ok(());
+    }
+    if crate::geometry::overlaps(&item.shape, &item.strides) {
+        return Err(format!("elements of shape {:?} with strides {:?} overlap", item.shape, item.strides));
     }
     let itemsize =
         crate::container::dtype_bytes(&item.dtype).ok_or_else(|| format!("unknown dtype {:?}", &*item.dtype))?;
@@ -322,6 +327,9 @@ impl<'a> FrontDecoder<'a> {
     fn next(&mut self, shared: u32, rest: u32) -> Result<Vec<u8>, Fault> {
         let (head, tail) = self.left.split_at_checked(rest as usize).ok_or("the names end early")?;
         let kept = self.before.get(..shared as usize).ok_or("a name shares more than there is")?;
+        if kept.len() + head.len() > MAX_NAME_BYTES {
+            return Err(format!("a name is longer than {MAX_NAME_BYTES} bytes"));
+        }
         let name = [kept, head].concat();
         self.left = tail;
         self.before.clone_from(&name);

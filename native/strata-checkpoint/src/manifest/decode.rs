@@ -7,7 +7,7 @@ use strata_proto::v1;
 use strata_proto::v1::section::Kind;
 
 use super::columns::{Fault, decode_entries, decode_items};
-use super::{MAGIC, Manifest, READER_VERSION};
+use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
 use crate::item::{Entry, Item, Object};
 
 const PREAMBLE_BYTES: usize = 16;
@@ -44,6 +44,9 @@ pub fn decode(file: &Bytes) -> Result<Manifest, DecodeError> {
                 let digests = follower(sections.next(), Kind::Digests, &body)?;
                 let inline = follower(sections.next(), Kind::Inline, &body)?;
                 let group = message::<v1::ItemGroup>(&bytes)?;
+                if group.kind.len() > GROUP_ROWS {
+                    return Err(format!("a section has {} rows, at most {GROUP_ROWS} may be", group.kind.len()).into());
+                }
                 items.extend(decode_items(&group, &digests, &inline, manifest.objects.len())?);
             }
             Ok(Kind::PlannerData) => manifest.planner_data = bytes.to_vec(),

@@ -69,6 +69,11 @@ fn s3(bucket: &str, options: &Options) -> Result<Bucket> {
     let mut settings = options::s3(options, env)?;
     let region = complete(&mut settings)?;
     let endpoint = endpoint(&settings).cloned();
+    if let Some(endpoint) = endpoint.as_deref().filter(|url| !url.contains("://")) {
+        return Err(Error::Config(format!(
+            "endpoint: expected a URL such as \"https://{endpoint}\", found {endpoint:?}"
+        )));
+    }
     let mut builder = AmazonS3Builder::new()
         .with_retry(no_retries())
         .with_bucket_name(bucket)
