@@ -4,7 +4,7 @@ use bytes::Bytes;
 use strata_io::{Error as IoError, PutMode, Store};
 
 use crate::manifest::Manifest;
-use crate::open::{MetadataState, manifest_names, metadata_name, metadata_state, metadata_tail, newest};
+use crate::open::{MetadataState, manifest_names, metadata_name, metadata_state, metadata_tail, newest, or_empty};
 use crate::{Error, Result};
 
 /// Numbered, create-only records below a run root: the highest names the run that may commit.
@@ -87,10 +87,7 @@ pub async fn claim_generation(run_root: &dyn Store, owner: &str) -> Result<u64> 
 
 /// Highest claimed generation; 0 if there is none.
 pub(crate) async fn newest_generation(run_root: &dyn Store) -> Result<u64> {
-    let listed = match run_root.list(GENERATIONS_FOLDER).await {
-        Err(IoError::NotFound { .. }) => Vec::new(),
-        listed => listed?,
-    };
+    let listed = or_empty(run_root.list(GENERATIONS_FOLDER).await)?;
     let number = |name: &str| name.strip_prefix(GENERATIONS_FOLDER)?.parse().ok();
     Ok(listed.iter().filter_map(|object| number(&object.name)).max().unwrap_or(0))
 }

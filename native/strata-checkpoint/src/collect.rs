@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use strata_io::{ObjectInfo, PendingUpload, Store, discard_upload};
 
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, decode};
-use crate::open::{manifest_names, missing_ranks};
+use crate::open::{manifest_names, missing_ranks, or_empty};
 use crate::{Error, Result};
 
 /// Leases of readers: `.strata/leases/<expiry, Unix seconds, 20 digits>-<nonce>`.
@@ -84,10 +84,7 @@ fn is_own_data(manifest: &Manifest, name: &str) -> bool {
 /// Whether a reader holds a lease; those that have expired are removed.
 async fn leased(store: &dyn Store) -> Result<bool> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
-    let leases = match store.list(LEASES_FOLDER).await {
-        Err(strata_io::Error::NotFound { .. }) => Vec::new(),
-        leases => leases?,
-    };
+    let leases = or_empty(store.list(LEASES_FOLDER).await)?;
     let expiry = |name: &str| name.strip_prefix(LEASES_FOLDER)?.split('-').next()?.parse::<u64>().ok();
     let mut held = false;
     for lease in leases {
@@ -116,10 +113,7 @@ async fn referenced(store: &dyn Store, run_root: &dyn Store) -> Result<Vec<Strin
 
 /// Every valid manifest of the checkpoint `folder`: a reader may still be on an older one.
 async fn manifests_below(run_root: &dyn Store, folder: &str) -> Result<Vec<Manifest>> {
-    let listed = match run_root.list(&format!("{folder}/{FOLDER}")).await {
-        Err(strata_io::Error::NotFound { .. }) => Vec::new(),
-        listed => listed?,
-    };
+    let listed = or_empty(run_root.list(&format!("{folder}/{FOLDER}")).await)?;
     let mut manifests = Vec::new();
     for object in listed {
         let path = object.name.strip_prefix(&format!("{folder}/")).unwrap_or_default();

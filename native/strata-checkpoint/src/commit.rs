@@ -13,7 +13,7 @@ use self::merge::merge;
 use crate::base::{Base, newest_generation};
 use crate::collect::{Before, collect};
 use crate::manifest::{FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode, encode};
-use crate::open::metadata_name;
+use crate::open::{metadata_name, or_empty};
 use crate::record::RankRecord;
 use crate::{Error, Result};
 
@@ -165,14 +165,6 @@ async fn look_around(store: &dyn Store) -> Result<Before> {
         listed.extend(or_empty(store.list(folder).await)?);
     }
     Ok(Before { listed, uploads: or_empty(pending_uploads(store).await)? })
-}
-
-/// A place or a folder that is not there holds nothing.
-fn or_empty<T>(listed: strata_io::Result<Vec<T>>) -> Result<Vec<T>> {
-    match listed {
-        Err(IoError::NotFound { .. }) => Ok(Vec::new()),
-        listed => Ok(listed?),
-    }
 }
 
 /// Number of a manifest that took the place of `manifest`, if there is one.

@@ -70,7 +70,4 @@ pub enum Error {
     /// The save or the load as planned does not fit together.
     #[error("{0}")]
     Plan(String),
-    /// The caller asked to stop.
-    #[error("cancelled")]
-    Cancelled,
 }

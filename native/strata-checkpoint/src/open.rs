@@ -136,6 +136,17 @@ pub(crate) struct Newest {
 
 /// Looks for the newest valid manifest.
 pub(crate) async fn newest(store: &dyn Store, rank: Option<u32>) -> Result<Newest> {
+    for _ in 1..OPEN_TRIES {
+        match newest_listed(store, rank).await {
+            // Listed, then superseded and collected before it was read.
+            Err(Error::Io(IoError::NotFound { .. })) => {}
+            answer => return answer,
+        }
+    }
+    newest_listed(store, rank).await
+}
+
+async fn newest_listed(store: &dyn Store, rank: Option<u32>) -> Result<Newest> {
     let all = manifest_names(store, rank.is_some()).await?;
     let mut found = Newest::default();
     let mut first_fault = None;
@@ -171,13 +182,18 @@ pub(crate) async fn newest(store: &dyn Store, rank: Option<u32>) -> Result<Newes
 /// All manifests at a place, sorted by number.
 pub(crate) async fn manifest_names(store: &dyn Store, of_ranks: bool) -> Result<Vec<ManifestName>> {
     let folder = if of_ranks { RANKS_FOLDER } else { FOLDER };
-    let listed = match store.list(folder).await {
-        Err(IoError::NotFound { .. }) => Vec::new(),
-        listed => listed?,
-    };
+    let listed = or_empty(store.list(folder).await)?;
     let mut names: Vec<ManifestName> = listed.iter().filter_map(|object| ManifestName::parse(&object.name)).collect();
     names.sort();
     Ok(names)
+}
+
+/// A place or a folder that is not there holds nothing.
+pub(crate) fn or_empty<T>(listed: strata_io::Result<Vec<T>>) -> Result<Vec<T>> {
+    match listed {
+        Err(IoError::NotFound { .. }) => Ok(Vec::new()),
+        listed => Ok(listed?),
+    }
 }
 
 /// World size of the newest complete set of rank manifests above `number`, if there is one.
