@@ -99,6 +99,7 @@ def write_items(
             tuple[int, ...] | None,  # offsets of the chunk; None for BYTES
             int,  # index hint, -1 if none
             int,  # kind
+            int,  # number of the CUDA device that holds it, -1 for the host
             int,  # address of the first element (TENSOR), else 0
             int,  # payload bytes (TENSOR), else 0
             str,  # dtype ("float32"), "" for BYTES
@@ -113,7 +114,8 @@ def write_items(
 ) -> bytes:
     """Write one rank's items into new objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
 
-    Items with the same memory, dtype and geometry are written once. Returns the rank's record (opaque), which
+    Items with the same memory, dtype and geometry are written once. Memory of a device is copied part by part through
+    page-locked buffers; nobody may be writing to it any more. Returns the rank's record (opaque), which
     the planning rank hands to `commit`. On any failure nothing of this save stays.
     """
 

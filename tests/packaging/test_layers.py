@@ -30,12 +30,13 @@ OWNER_OF_LIBRARY = {"torch.distributed.checkpoint": "checkpoint", "jax": "jax"}
 CRATE_MAY_DEPEND_ON = {
     "strata-io": set(),
     "strata-proto": set(),
-    "strata-checkpoint": {"strata-io", "strata-proto"},
+    "strata-device": {"strata-io"},
+    "strata-checkpoint": {"strata-device", "strata-io", "strata-proto"},
     "strata-data": {"strata-io"},
     "strata-coordinator": {"strata-proto"},
     "strata-node": {"strata-io", "strata-proto"},
     "strata-runtime-core": {"strata-io", "strata-checkpoint", "strata-data", "strata-coordinator"},
-    "strata-python": {"strata-io", "strata-checkpoint", "strata-data", "strata-coordinator"},
+    "strata-python": {"strata-device", "strata-io", "strata-checkpoint", "strata-data", "strata-coordinator"},
 }
 # Modules that decide: values in, values out. A module may be a file or a folder.
 PURE_MODULES = {

@@ -14,8 +14,12 @@ from torch_strata.errors import CheckpointError
 
 __all__ = ["NativeItem", "resolve_items"]
 
-# As `_native.write_items` takes them: fqn, offsets, index, kind, address, bytes, dtype, shape, strides, keeper.
-NativeItem = tuple[bytes, tuple[int, ...] | None, int, int, int, int, str, tuple[int, ...], tuple[int, ...], Any]
+# As `_native.write_items` takes them: fqn, offsets, index, kind, device, address, bytes, dtype, shape, strides, keeper.
+NativeItem = tuple[bytes, tuple[int, ...] | None, int, int, int, int, int, str, tuple[int, ...], tuple[int, ...], Any]
+
+# As device: memory of the host.
+_HOST = -1
+_DEVICE = 4  # its place in a NativeItem
 
 
 def resolve_items(items: Iterable[WriteItem], planner: SavePlanner) -> list[NativeItem]:
@@ -24,7 +28,7 @@ def resolve_items(items: Iterable[WriteItem], planner: SavePlanner) -> list[Nati
     Raises:
         CheckpointError: If a value cannot be stored, naming it.
     """
-    resolved = []
+    resolved: list[NativeItem] = []
     for item in items:
         fqn = item.index.fqn
         try:
@@ -36,13 +40,16 @@ def resolve_items(items: Iterable[WriteItem], planner: SavePlanner) -> list[Nati
         # other ranks, or they wait for ever.
         except Exception as error:
             raise CheckpointError(f"cannot store {fqn!r}: {type(error).__name__}: {error}") from error
+    # Kernels on any stream may still be writing what is about to be read past torch.
+    for ordinal in {item[_DEVICE] for item in resolved} - {_HOST}:
+        torch.cuda.synchronize(ordinal)
     return resolved
 
 
 def _bytes_item(item: WriteItem, data: Any) -> NativeItem:
     if not isinstance(data, io.BytesIO):
         raise CheckpointError(f"cannot store {item.index.fqn!r}: its planner gave a {type(data).__name__}, not BytesIO")
-    return (encode_fqn(item.index.fqn), None, _index(item), _native.BYTES, 0, 0, "", (), (), data.getbuffer())
+    return (encode_fqn(item.index.fqn), None, _index(item), _native.BYTES, _HOST, 0, 0, "", (), (), data.getbuffer())
 
 
 def _tensor_item(item: WriteItem, data: Any) -> NativeItem:
@@ -62,13 +69,14 @@ def _tensor_item(item: WriteItem, data: Any) -> NativeItem:
     shape = tuple(tensor.shape)
     if not is_plain(tensor) or (tensor.numel() and tensor.data_ptr() == 0 and not _holds_storage(fqn, tensor)):
         dtype, strides = dtype_name(tensor.dtype), contiguous_strides(shape)
-        return (*head, _native.TORCH_SAVE, 0, 0, dtype, shape, strides, _framed(tensor))
+        return (*head, _native.TORCH_SAVE, _HOST, 0, 0, dtype, shape, strides, _framed(tensor))
     lent = _lendable(tensor)
     strides = tuple(lent.stride()) if lent.numel() else contiguous_strides(shape)
     if lent.is_contiguous():
         strides = contiguous_strides(shape)
     address = lent.data_ptr() if lent.numel() else 0
-    return (*head, _native.TENSOR, address, lent.nbytes, dtype_name(lent.dtype), shape, strides, lent)
+    device = lent.device.index if lent.is_cuda and address else _HOST
+    return (*head, _native.TENSOR, device, address, lent.nbytes, dtype_name(lent.dtype), shape, strides, lent)
 
 
 def _check_plan(fqn: str, tensor: torch.Tensor, sizes: torch.Size, dtype: torch.dtype) -> None:
@@ -93,10 +101,16 @@ def _holds_storage(fqn: str, tensor: torch.Tensor) -> bool:
 
 def _lendable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where its memory can be written as it lies, else a dense copy on the CPU."""
-    tensor = tensor.cpu().resolve_conj().resolve_neg()
-    if is_dense(tuple(tensor.shape), tuple(tensor.stride())):
+    dense = is_dense(tuple(tensor.shape), tuple(tensor.stride())) and not (tensor.is_conj() or tensor.is_neg())
+    if dense and (tensor.device.type == "cpu" or _is_nvidia(tensor)):
         return tensor
-    return tensor.contiguous()
+    tensor = tensor.cpu().resolve_conj().resolve_neg()
+    return tensor if is_dense(tuple(tensor.shape), tuple(tensor.stride())) else tensor.contiguous()
+
+
+def _is_nvidia(tensor: torch.Tensor) -> bool:
+    # torch calls AMD's devices cuda as well; their driver is another one.
+    return tensor.is_cuda and torch.version.cuda is not None
 
 
 def _framed(tensor: torch.Tensor) -> memoryview:

@@ -9,6 +9,9 @@ pub enum Error {
     /// The store failed.
     #[error(transparent)]
     Io(#[from] strata_io::Error),
+    /// A copy from or to a GPU failed.
+    #[error(transparent)]
+    Device(#[from] strata_device::Error),
     /// Bytes that were read have another digest than when they were written.
     #[error("checksum mismatch at {object}: expected {expected}, found {found} (bytes {start}..{end}, in {fqn:?})")]
     Checksum {

@@ -13,6 +13,7 @@ use tokio::task::JoinSet;
 use crate::container::{Frame, Placement, TensorSpec};
 use crate::item::{Item, Kind, Object};
 use crate::layout::{self, Piece};
+use crate::payload::{self, Payload};
 use crate::record::RankRecord;
 use crate::{Error, Result};
 
@@ -40,7 +41,7 @@ pub struct SaveItem {
     /// Strides of what is stored, in elements.
     pub strides: Vec<u64>,
     /// The payload; lent memory.
-    pub payload: Bytes,
+    pub payload: Payload,
 }
 
 /// Writes `items` into objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
@@ -59,21 +60,30 @@ pub async fn write_items(
 ) -> Result<RankRecord> {
     let plans = plan_objects(items, rank, save_id)?;
     let mut record = RankRecord { rank, objects: Vec::new(), items: Vec::new(), payload_bytes: 0 };
-    for plan in plans {
-        let name = plan.name.clone();
-        match write_object(store, budget, plan, &mut record).await {
-            Ok(()) => {}
-            Err(error) => {
-                remove(store, record.objects.iter().map(|o| o.name.as_str()).chain([name.as_str()])).await;
-                return Err(error);
-            }
+    let names: Vec<String> = plans.iter().map(|plan| plan.name.clone()).collect();
+    match write_objects(store, budget, plans, &mut record).await {
+        Ok(()) => Ok(record),
+        Err(error) => {
+            remove(store, &names[..names.len().min(record.objects.len() + 1)]).await;
+            Err(error)
         }
     }
-    choose_inline(&mut record.items);
-    Ok(record)
 }
 
-async fn remove(store: &dyn Store, names: impl Iterator<Item = &str>) {
+async fn write_objects(
+    store: &dyn Store,
+    budget: &ByteBudget,
+    plans: Vec<ObjectPlan>,
+    record: &mut RankRecord,
+) -> Result<()> {
+    let mut payloads = Vec::new();
+    for plan in plans {
+        write_object(store, budget, plan, record, &mut payloads).await?;
+    }
+    choose_inline(&mut record.items, &payloads)
+}
+
+async fn remove(store: &dyn Store, names: &[String]) {
     for name in names {
         if let Err(error) = store.delete(name).await {
             tracing::warn!("cannot remove {name} of a failed save: {error}");
@@ -101,7 +111,7 @@ enum Segment {
 
 /// One payload and every item that it stands for.
 struct Stored {
-    payload: Bytes,
+    payload: Payload,
     frame: Option<Frame>,
     offset: u64,
     skip: u64,
@@ -109,8 +119,8 @@ struct Stored {
     items: Vec<SaveItem>,
 }
 
-/// What makes two tensors one: address, length, dtype, shape and strides.
-type Memory = (usize, usize, Arc<str>, Vec<u64>, Vec<u64>);
+/// What makes two tensors one: device, address, length; dtype, shape and strides.
+type Memory = ((Option<u32>, u64, u64), Arc<str>, Vec<u64>, Vec<u64>);
 
 /// Tensors with the same memory and geometry become one stored payload; the order of the plan is kept.
 fn plan_objects(items: Vec<SaveItem>, rank: u32, save_id: &str) -> Result<Vec<ObjectPlan>> {
@@ -123,8 +133,7 @@ fn plan_objects(items: Vec<SaveItem>, rank: u32, save_id: &str) -> Result<Vec<Ob
         size: 0,
     };
     for item in items {
-        let memory = (item.payload.as_ptr() as usize, item.payload.len());
-        let key = (memory.0, memory.1, item.dtype.clone(), item.shape.clone(), item.strides.clone());
+        let key = (item.payload.identity(), item.dtype.clone(), item.shape.clone(), item.strides.clone());
         let aliasable = item.kind == Kind::Tensor && !item.payload.is_empty();
         if let Some((plan, stored)) = known.get(&key).filter(|_| aliasable) {
             plans[*plan].stored[*stored].items.push(item);
@@ -149,7 +158,7 @@ impl ObjectPlan {
             self.segments.push(Segment::Fixed(Bytes::from(vec![0; (offset - self.size) as usize])));
         }
         let number = self.stored.len();
-        let payload_bytes = item.payload.len() as u64;
+        let payload_bytes = item.payload.len();
         let frame = match item.kind {
             Kind::Bytes | Kind::TorchSave => None,
             Kind::Tensor => Some(frame_of(&item, offset)?),
@@ -168,10 +177,22 @@ impl ObjectPlan {
         Ok(())
     }
 
+    /// The bytes of those of a part's pieces that belong to payloads.
+    fn on_host(&self, pieces: &[Piece]) -> Result<Vec<Bytes>> {
+        let (mut ranges, mut at) = (Vec::new(), 0);
+        for Piece { segment, range } in pieces {
+            if let Segment::Payload(i) = &self.segments[*segment] {
+                ranges.push((at, &self.stored[*i].payload, range.clone()));
+            }
+            at += range.end - range.start;
+        }
+        payload::on_host(at, &ranges)
+    }
+
     fn segment_bytes(&self) -> Vec<u64> {
         let bytes = |segment: &Segment| match segment {
             Segment::Fixed(bytes) => bytes.len() as u64,
-            Segment::Payload(i) => self.stored[*i].payload.len() as u64,
+            Segment::Payload(i) => self.stored[*i].payload.len(),
             Segment::Suffix(i) => self.stored[*i].frame.as_ref().map_or(0, Frame::suffix_bytes),
         };
         self.segments.iter().map(bytes).collect()
@@ -179,14 +200,21 @@ impl ObjectPlan {
 }
 
 fn frame_of(item: &SaveItem, item_offset: u64) -> Result<Frame> {
-    let payload_bytes = item.payload.len() as u64;
-    let place = layout::residue(payload_bytes, item.payload.as_ptr() as u64);
+    let payload_bytes = item.payload.len();
+    let place = layout::residue(payload_bytes, item.payload.congruent_to());
     let spec = TensorSpec { dtype: &item.dtype, shape: &item.shape, strides: &item.strides, payload_bytes };
     let place = Placement { item_offset, align: place.align, residue: place.residue };
     Frame::new(&spec, place).map_err(|error| Error::Plan(format!("{:?}: {error}", String::from_utf8_lossy(&item.fqn))))
 }
 
-async fn write_object(store: &dyn Store, budget: &ByteBudget, plan: ObjectPlan, record: &mut RankRecord) -> Result<()> {
+/// Appends to `record`, and to `payloads` the payload of each item.
+async fn write_object(
+    store: &dyn Store,
+    budget: &ByteBudget,
+    plan: ObjectPlan,
+    record: &mut RankRecord,
+    payloads: &mut Vec<Payload>,
+) -> Result<()> {
     let writer = Arc::new(store.create(&plan.name, plan.size).await?);
     let plan = Arc::new(plan);
     let written = write_parts(store, budget, &plan, &writer).await;
@@ -204,7 +232,9 @@ async fn write_object(store: &dyn Store, budget: &ByteBudget, plan: ObjectPlan, 
     let plan = Arc::into_inner(plan).expect("every part is written");
     for (stored, digester) in plan.stored.into_iter().zip(digests) {
         let (blocks, _) = digester.finish();
-        record.payload_bytes += stored.payload.len() as u64;
+        let payload_bytes = stored.payload.len();
+        record.payload_bytes += payload_bytes;
+        payloads.extend(stored.items.iter().map(|item| item.payload.clone()));
         record.items.extend(stored.items.into_iter().map(|item| Item {
             fqn: item.fqn,
             offsets: item.offsets,
@@ -217,9 +247,9 @@ async fn write_object(store: &dyn Store, budget: &ByteBudget, plan: ObjectPlan, 
             item_offset: stored.offset,
             item_bytes: stored.bytes,
             payload_skip: stored.skip,
-            payload_bytes: stored.payload.len() as u64,
+            payload_bytes,
             digests: blocks.clone(),
-            inline: Some(item.payload),
+            inline: None,
             whole_crc32: None,
         }));
     }
@@ -263,7 +293,7 @@ async fn feed_parts(
                 let mut digests = digests.lock().expect("a digest does not panic");
                 make_part(&plan, &pieces, &mut digests, index as u32, offset)
             };
-            tokio::task::spawn_blocking(digest).await.expect("a digest does not panic")
+            tokio::task::spawn_blocking(digest).await.expect("a digest does not panic")?
         };
         let writer = writer.clone();
         writes.spawn(async move {
@@ -278,13 +308,15 @@ async fn feed_parts(
     Ok(Arc::into_inner(digests).expect("every part is digested").into_inner().expect("a digest does not panic"))
 }
 
-fn make_part(plan: &ObjectPlan, pieces: &[Piece], digests: &mut [Digester], index: u32, offset: u64) -> Part {
+/// Blocks, for the digests and for copies from devices.
+fn make_part(plan: &ObjectPlan, pieces: &[Piece], digests: &mut [Digester], index: u32, offset: u64) -> Result<Part> {
     let (mut part_pieces, mut part_crc) = (Vec::with_capacity(pieces.len()), 0);
+    let mut payloads = plan.on_host(pieces)?.into_iter();
     for Piece { segment, range } in pieces {
         let (bytes, crc) = match &plan.segments[*segment] {
             Segment::Fixed(bytes) => with_crc(slice(bytes, range)),
             Segment::Payload(i) => {
-                let bytes = slice(&plan.stored[*i].payload, range);
+                let bytes = payloads.next().expect("one for each piece of a payload");
                 let crc = digests[*i].update(&bytes);
                 (bytes, crc)
             }
@@ -296,7 +328,7 @@ fn make_part(plan: &ObjectPlan, pieces: &[Piece], digests: &mut [Digester], inde
         part_crc = strata_io::digest::crc32_combine(part_crc, crc, bytes.len() as u64);
         part_pieces.push(bytes);
     }
-    Part { index, offset, pieces: part_pieces, crc32: part_crc }
+    Ok(Part { index, offset, pieces: part_pieces, crc32: part_crc })
 }
 
 fn slice(bytes: &Bytes, range: &Range<u64>) -> Bytes {
@@ -308,16 +340,17 @@ fn with_crc(bytes: Bytes) -> (Bytes, u32) {
     (bytes, crc)
 }
 
-/// Keeps copies of the smallest payloads, as many as fit, and lets go of the lent memory of all others.
-fn choose_inline(items: &mut [Item]) {
-    let mut order: Vec<usize> = (0..items.len()).collect();
+/// Keeps copies of the smallest payloads, as many as fit.
+fn choose_inline(items: &mut [Item], payloads: &[Payload]) -> Result<()> {
+    let mut order: Vec<usize> = (0..items.len()).filter(|i| items[*i].kind != Kind::TorchSave).collect();
     order.sort_by_key(|i| items[*i].payload_bytes);
     let mut left = INLINE_RANK_BYTES;
     for i in order {
-        let item = &mut items[i];
-        let fits = item.payload_bytes <= INLINE_ITEM_BYTES.min(left) && item.kind != Kind::TorchSave;
-        let payload = item.inline.take().filter(|_| fits);
-        left -= payload.as_ref().map_or(0, |bytes| bytes.len() as u64);
-        item.inline = payload.map(|bytes| Bytes::copy_from_slice(&bytes));
+        if items[i].payload_bytes > INLINE_ITEM_BYTES.min(left) {
+            break;
+        }
+        left -= items[i].payload_bytes;
+        items[i].inline = Some(payloads[i].copy()?);
     }
+    Ok(())
 }

@@ -9,6 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use strata_checkpoint::Destination;
 use strata_checkpoint::geometry::StridedCopy;
+use strata_device::{DeviceMemory, Result};
 use strata_io::lent::{Lease, lend};
 
 /// Python objects whose memory is lent. The last operation that can touch the memory drops it, on any thread.
@@ -65,6 +66,13 @@ impl Owners {
 pub(crate) fn lend_memory(address: usize, bytes: usize, lease: &Lease) -> Bytes {
     // SAFETY: Python promises (_native.pyi) that the object kept under the lease owns this memory.
     unsafe { lend(address as *const u8, bytes, lease.clone()) }
+}
+
+/// `bytes` of memory at `address` of the CUDA device `ordinal`, owned by something under `lease`.
+pub(crate) fn lend_device(ordinal: u32, address: usize, bytes: usize, lease: &Lease) -> Result<DeviceMemory> {
+    let driver = strata_device::cuda()?;
+    // SAFETY: as above, with a tensor of that device.
+    Ok(unsafe { DeviceMemory::lend(driver, ordinal, address as u64, bytes as u64, lease.clone()) })
 }
 
 /// A destination at `address`, owned by something under `lease`.

@@ -30,7 +30,7 @@ pub(crate) fn to_py(error: strata_checkpoint::Error) -> PyErr {
         Error::NotFound { .. } => CheckpointNotFoundError::new_err(message),
         Error::Superseded { .. } => PreconditionError::new_err(message),
         Error::StaleGeneration { .. } => StaleGenerationError::new_err(message),
-        Error::Plan(_) => CheckpointError::new_err(message),
+        Error::Plan(_) | Error::Device(_) => CheckpointError::new_err(message),
     }
 }
 

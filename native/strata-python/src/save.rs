@@ -7,9 +7,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use strata_checkpoint::item::{Entry, Kind, TensorEntry};
-use strata_checkpoint::{self as core, Commit, PromisedEntry, RankRecord, SaveItem, StockEntry};
+use strata_checkpoint::{self as core, Commit, Payload, PromisedEntry, RankRecord, SaveItem, StockEntry};
 
-use crate::buffers::{Owners, lend_memory};
+use crate::buffers::{Owners, lend_device, lend_memory};
 use crate::errors::to_py;
 use crate::runtime::wait;
 use crate::store::Store;
@@ -75,8 +75,9 @@ fn claim_generation(py: Python<'_>, run_root: &Store, owner: String) -> PyResult
     wait(py, async move { core::claim_generation(&*store, &owner).await })
 }
 
-/// fqn, offsets, index, kind, address, bytes, dtype, shape, strides, owner.
-type RawItem<'py> = (Vec<u8>, Option<Vec<u64>>, i64, u32, usize, usize, String, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
+/// fqn, offsets, index, kind, device, address, bytes, dtype, shape, strides, owner.
+type RawItem<'py> =
+    (Vec<u8>, Option<Vec<u64>>, i64, u32, i64, usize, usize, String, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
 #[pyfunction]
 #[pyo3(signature = (store, items, *, rank, save_id))]
@@ -96,7 +97,7 @@ fn write_items<'py>(
 fn lend_items(raw: Vec<RawItem<'_>>) -> PyResult<Vec<SaveItem>> {
     let mut owners = Owners::default();
     let mut placed = Vec::with_capacity(raw.len());
-    for (fqn, offsets, index, kind, address, bytes, dtype, shape, strides, owner) in raw {
+    for (fqn, offsets, index, kind, device, address, bytes, dtype, shape, strides, owner) in raw {
         let kind = kind_of(kind)?;
         let (address, bytes) = match kind {
             Kind::Tensor => {
@@ -105,16 +106,21 @@ fn lend_items(raw: Vec<RawItem<'_>>) -> PyResult<Vec<SaveItem>> {
             }
             Kind::Bytes | Kind::TorchSave => owners.keep_buffer(&owner)?,
         };
-        let index = u32::try_from(index).ok();
-        placed.push((fqn, offsets, index, kind, address, bytes, dtype, shape, strides));
+        let (index, device) = (u32::try_from(index).ok(), u32::try_from(device).ok());
+        placed.push((fqn, offsets, index, kind, (device, address, bytes), dtype, shape, strides));
     }
     let lease = owners.lease();
-    let lend =
-        |(fqn, offsets, index, kind, address, bytes, dtype, shape, strides): (_, _, _, _, _, _, String, _, _)| {
-            let payload = lend_memory(address, bytes, &lease);
-            SaveItem { fqn, offsets, index, kind, dtype: Arc::from(dtype), shape, strides, payload }
+    let lend = |(fqn, offsets, index, kind, place, dtype, shape, strides): (_, _, _, _, _, String, _, _)| {
+        let payload = match place {
+            (None, address, bytes) => Payload::Host(lend_memory(address, bytes, &lease)),
+            (Some(ordinal), address, bytes) => {
+                let memory = lend_device(ordinal, address, bytes, &lease);
+                Payload::Device(memory.map_err(core::Error::from).map_err(to_py)?)
+            }
         };
-    Ok(placed.into_iter().map(lend).collect())
+        Ok(SaveItem { fqn, offsets, index, kind, dtype: Arc::from(dtype), shape, strides, payload })
+    };
+    placed.into_iter().map(lend).collect()
 }
 
 fn kind_of(code: u32) -> PyResult<Kind> {

@@ -1,0 +1,97 @@
+//! What is to be saved, where it lies: on the host, or on a device from which each part is copied when its turn comes.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use bytes::Bytes;
+use strata_device::{DeviceMemory, PinnedBuffer};
+
+use crate::{Result, layout};
+
+/// Lent memory with the bytes of one item.
+#[derive(Debug, Clone)]
+pub enum Payload {
+    /// On the host; written from where it lies.
+    Host(Bytes),
+    /// On a device; copied part by part into page-locked buffers.
+    Device(DeviceMemory),
+}
+
+impl Payload {
+    /// Length in bytes.
+    pub fn len(&self) -> u64 {
+        match self {
+            Self::Host(bytes) => bytes.len() as u64,
+            Self::Device(memory) => memory.len(),
+        }
+    }
+
+    /// Whether there is no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// What tells this memory from any other: device (None: the host), address, bytes.
+    pub(crate) fn identity(&self) -> (Option<u32>, u64, u64) {
+        match self {
+            Self::Host(bytes) => (None, bytes.as_ptr() as u64, bytes.len() as u64),
+            Self::Device(memory) => (Some(memory.ordinal()), memory.address(), memory.len()),
+        }
+    }
+
+    /// The address that the payload's place in the file should be congruent to. A copy from a device can stand
+    /// anywhere; a later load into the host's memory is best served by where that usually lies.
+    pub(crate) fn congruent_to(&self) -> u64 {
+        match self {
+            Self::Host(bytes) => bytes.as_ptr() as u64,
+            Self::Device(_) => layout::USUAL_RESIDUE,
+        }
+    }
+
+    /// A copy of all of it.
+    pub(crate) fn copy(&self) -> Result<Bytes> {
+        match self {
+            Self::Host(bytes) => Ok(Bytes::copy_from_slice(bytes)),
+            Self::Device(memory) => {
+                let mut copy = vec![0; memory.len() as usize];
+                memory.read(0..memory.len(), &mut copy)?;
+                Ok(Bytes::from(copy))
+            }
+        }
+    }
+}
+
+/// The bytes of `ranges`, in order; `at` is where each stands in its part.
+///
+/// What lies on devices is copied into one buffer at the same place modulo any page size, so that the part can be
+/// written from it directly. Blocks.
+pub(crate) fn on_host(part_bytes: u64, ranges: &[(u64, &Payload, Range<u64>)]) -> Result<Vec<Bytes>> {
+    let staged = stage(part_bytes, ranges)?;
+    let bytes = |(at, payload, range): &(u64, &Payload, Range<u64>)| match payload {
+        Payload::Host(bytes) => bytes.slice(range.start as usize..range.end as usize),
+        Payload::Device(_) => staged.slice(*at as usize..(at + range.end - range.start) as usize),
+    };
+    Ok(ranges.iter().map(bytes).collect())
+}
+
+fn stage(part_bytes: u64, ranges: &[(u64, &Payload, Range<u64>)]) -> Result<Bytes> {
+    let on_device = |(at, payload, range): &(u64, &Payload, Range<u64>)| match payload {
+        Payload::Host(_) => None,
+        Payload::Device(memory) => Some((*at, memory.clone(), range.clone())),
+    };
+    let copies: Vec<(u64, DeviceMemory, Range<u64>)> = ranges.iter().filter_map(on_device).collect();
+    let Some((_, first, _)) = copies.first() else { return Ok(Bytes::new()) };
+    let driver = first.driver().clone();
+    let mut buffer = PinnedBuffer::take(&driver, first.ordinal(), part_bytes as usize);
+    let mut of_device: BTreeMap<u32, Vec<(u64, &mut [u8])>> = BTreeMap::new();
+    let (mut rest, mut passed) = (buffer.as_mut_slice(), 0);
+    for (at, memory, range) in &copies {
+        let (target, after) = rest[(at - passed) as usize..].split_at_mut((range.end - range.start) as usize);
+        of_device.entry(memory.ordinal()).or_default().push((memory.address() + range.start, target));
+        (rest, passed) = (after, at + range.end - range.start);
+    }
+    for (ordinal, mut pieces) in of_device {
+        driver.read(ordinal, &mut pieces)?;
+    }
+    Ok(Bytes::from_owner(buffer))
+}

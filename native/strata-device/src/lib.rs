@@ -1,0 +1,16 @@
+//! Memory of GPUs, lent to us like memory of the host: copies to and from it through kept, page-locked buffers.
+//!
+//! The driver is opened when the first copy needs it ([`cuda`]): one build serves machines with and without a GPU.
+//! Nothing here allocates on a device or waits for the caller's kernels; who lends device memory has waited for them.
+
+mod cuda;
+mod driver;
+mod memory;
+mod pinned;
+#[cfg(feature = "testing")]
+pub mod testing;
+
+pub use cuda::cuda;
+pub use driver::{Driver, Error, Result};
+pub use memory::DeviceMemory;
+pub use pinned::PinnedBuffer;
