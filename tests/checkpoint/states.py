@@ -11,10 +11,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch_strata import StrataReader, StrataWriter
 
 DTYPES = [
-    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16"),
-    *("uint8", "bool", "complex128", "complex64", "complex32", "bcomplex32", "float8_e5m2", "float8_e4m3fn"),
-    *("float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    name
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint64", "uint32"),
+        *("uint16", "uint8", "bool", "complex128", "complex64", "complex32", "bcomplex32", "float8_e5m2"),
+        *("float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+        *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    )
+    if hasattr(torch, name)
 ]
 SHAPES = [(), (1,), (0,), (3, 0, 2), (1, 1), (7,), (2, 3, 5), (33, 65)]
 

@@ -19,7 +19,6 @@ NativeItem = tuple[bytes, tuple[int, ...] | None, int, int, int, int, int, str, 
 
 # As device: memory of the host.
 _HOST = -1
-_DEVICE = 4  # its place in a NativeItem
 
 
 def resolve_items(items: Iterable[WriteItem], planner: SavePlanner) -> list[NativeItem]:
@@ -41,7 +40,7 @@ def resolve_items(items: Iterable[WriteItem], planner: SavePlanner) -> list[Nati
         except Exception as error:
             raise CheckpointError(f"cannot store {fqn!r}: {type(error).__name__}: {error}") from error
     # Kernels on any stream may still be writing what is about to be read past torch.
-    for ordinal in {item[_DEVICE] for item in resolved} - {_HOST}:
+    for ordinal in {device for _, _, _, _, device, *_ in resolved} - {_HOST}:
         torch.cuda.synchronize(ordinal)
     return resolved
 

@@ -7,14 +7,14 @@ __all__ = ["contiguous_strides", "is_dense", "is_plain", "overlaps_itself", "set
 # What the Rust core frames itself. Left out: quantized dtypes, whose tensors need a quantizer, and integers below a
 # byte, which torch.save refuses too.
 _FRAMED_DTYPES = frozenset(
-    {
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-        *(torch.bool, torch.complex128, torch.complex64, torch.complex32, torch.bcomplex32),
-        *(torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz),
-        *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
-        *(torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2),
-    }
+    getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8"),
+        *("uint64", "uint32", "uint16", "uint8", "bool", "complex128", "complex64", "complex32", "bcomplex32"),
+        *("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+        *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    )
+    if hasattr(torch, name)  # the youngest are not in every torch
 )
 
 # Exactly these: a subclass may keep its data elsewhere than its own storage says.
