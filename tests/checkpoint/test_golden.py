@@ -3,9 +3,11 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from tests.checkpoint.states import same_bits
 from tests.golden.state import golden_state
@@ -34,8 +36,12 @@ def assert_golden(reader):
         assert same_bits(found["model"][key], value), key
 
 
-def test_version_1_is_read_by_ours_and_by_stock():
+def test_version_1_is_read():
     assert_golden(StrataReader(GOLDEN))
+
+
+@pytest.mark.skipif(not hasattr(TensorProperties(), "strides"), reason="its .metadata is of torch 2.15")
+def test_version_1_is_read_by_stock():
     assert_golden(FileSystemReader(GOLDEN))
 
 

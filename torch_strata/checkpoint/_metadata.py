@@ -83,12 +83,13 @@ def _entry(fqn: str, value: Any) -> "TensorEntry":
     if not isinstance(value, TensorStorageMetadata):
         return (encode_fqn(fqn), False, "", (), None, False, False, 0, "", [], [])
     properties = value.properties
+    strides = getattr(properties, "strides", None)  # torch 2.14 and older record none
     return (
         encode_fqn(fqn),
         True,
         dtype_name(properties.dtype),
         tuple(value.size),
-        None if properties.strides is None else tuple(properties.strides),
+        None if strides is None else tuple(strides),
         bool(properties.requires_grad),
         bool(properties.pin_memory),
         _MEMORY_FORMATS[properties.memory_format],
@@ -135,10 +136,14 @@ def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) ->
         requires_grad=requires_grad,
         memory_format=_MEMORY_FORMAT_OF.get(memory_format, torch.contiguous_format),
         pin_memory=pin_memory,
-        strides=None if strides is None else tuple(strides),
     )
+    if strides is not None and _RECORDS_STRIDES:
+        properties.strides = tuple(strides)
     chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in zip(offsets, sizes, strict=True)]
     return TensorStorageMetadata(properties, torch.Size(size), chunks)
+
+
+_RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
 
 
 def _layout_of(name: str) -> torch.layout:
