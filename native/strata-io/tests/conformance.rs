@@ -9,7 +9,7 @@ use bytes::Bytes;
 use strata_io::lent::LentMut;
 use strata_io::testing::{CountingStore, Counts, FaultyStore, SlowStore};
 use strata_io::{Error, PutMode, Store, pending_uploads};
-use support::{config, pattern, servers, write_all, write_object};
+use support::{config, emulators, pattern, servers, write_all, write_object};
 
 /// A store that has just been opened, and what keeps its place alive.
 struct Place {
@@ -65,23 +65,43 @@ async fn faulty() -> Place {
     Place::new(Arc::new(FaultyStore::failing(memory().await.store, Vec::new())))
 }
 
-/// One test for each promise and place.
+async fn azurite() -> Place {
+    let (endpoint, container) = emulators::azurite_container().await;
+    let keys = [("account_name", emulators::ACCOUNT), ("account_key", emulators::ACCOUNT_KEY)];
+    let options = [("endpoint", endpoint.as_str()), ("allow_http", "true"), keys[0], keys[1]];
+    Place::new(support::store(&format!("az://{container}/run"), &options, &config()))
+}
+
+async fn fake_gcs() -> Place {
+    let (endpoint, bucket) = emulators::gcs_bucket().await;
+    let options = [("base_url", endpoint.as_str()), ("allow_http", "true"), ("skip_signature", "true")];
+    Place::new(support::store(&format!("gs://{bucket}/run"), &options, &config()))
+}
+
+/// One test of one promise at one place.
+macro_rules! promise {
+    ([$($ignored:meta)?] $place:ident $promise:ident) => {
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        $(#[$ignored])?
+        async fn $promise() {
+            let place = super::$place().await;
+            let promise = super::$promise(&*place.store);
+            tokio::time::timeout(std::time::Duration::from_secs(120), promise).await.expect("within its time");
+        }
+    };
+}
+
 macro_rules! promises {
-    ($place:ident: $($promise:ident),* $(,)?) => {
+    ($ignored:tt $place:ident: $($promise:ident),* $(,)?) => {
         mod $place {
-            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $promise() {
-                let place = super::$place().await;
-                let promise = super::$promise(&*place.store);
-                tokio::time::timeout(std::time::Duration::from_secs(120), promise).await.expect("within its time");
-            })*
+            $(promise!($ignored $place $promise);)*
         }
     };
 }
 
 macro_rules! all_promises {
-    ($place:ident $(, $more:ident)*) => {
-        promises!($place:
+    ($(#[$ignored:meta])? $place:ident $(, $more:ident)*) => {
+        promises!([$($ignored)?] $place:
             small_objects_come_back_as_they_were,
             an_overwrite_replaces,
             a_taken_name_is_not_created_again,
@@ -108,6 +128,17 @@ all_promises!(moto, of_racing_creators_one_wins, nothing_is_seen_before_the_end,
 // Its create-only puts are not atomic, so no races here.
 all_promises!(s3s, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
 all_promises!(bench, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
+all_promises!(
+    #[ignore = "needs Azurite"]
+    azurite,
+    of_racing_creators_one_wins,
+    nothing_is_seen_before_the_end
+);
+all_promises!(
+    #[ignore = "needs fake-gcs-server"]
+    fake_gcs,
+    nothing_is_seen_before_the_end
+);
 all_promises!(counting, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
 all_promises!(slow, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);
 all_promises!(faulty, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);

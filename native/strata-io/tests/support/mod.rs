@@ -1,6 +1,7 @@
 //! Servers and stores that the tests share.
 #![allow(dead_code)] // each test file uses a part
 
+pub mod emulators;
 pub mod proxy;
 pub mod servers;
 

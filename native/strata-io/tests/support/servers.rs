@@ -68,13 +68,17 @@ pub async fn moto_bucket() -> (&'static str, String) {
     (moto(), bucket)
 }
 
-/// Status and body of an unsigned request.
-pub async fn http_request(method: &str, url: &str) -> (u16, String) {
+/// For requests of the tests themselves.
+pub fn client() -> reqwest::Client {
     // A store may not have been opened yet; an error says that one has.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let client = reqwest::Client::builder().no_proxy().build().expect("a client");
+    reqwest::Client::builder().no_proxy().build().expect("a client")
+}
+
+/// Status and body of an unsigned request.
+pub async fn http_request(method: &str, url: &str) -> (u16, String) {
     let method = method.parse().expect("a method");
-    let answer = client.request(method, url).send().await.expect("an answer");
+    let answer = client().request(method, url).send().await.expect("an answer");
     (answer.status().as_u16(), answer.text().await.expect("a body"))
 }
 
