@@ -83,6 +83,37 @@ def test_planner_data_that_cannot_be_stored_leaves_no_object_behind(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+class OddEntry(DefaultSavePlanner):
+    """Promises what the manifest cannot say."""
+
+    change: Any = None
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        type(self).change(metadata.state_dict_metadata)
+        return plans, metadata
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update({3: state["w"]}),
+        lambda state: setattr(state["w"].properties, "memory_format", torch.channels_last_3d),
+        lambda state: setattr(state["w"], "size", (-1,)),
+        lambda state: state.update(more=state["w"]),
+    ],
+)
+def test_metadata_that_cannot_be_committed_leaves_no_object_behind(tmp_path, change):
+    save({"w": torch.ones(4)}, tmp_path / "c")
+    before = sorted(tmp_path.rglob("*"))
+    planner = type("Odd", (OddEntry,), {"change": staticmethod(change)})()
+    failure_of(lambda: save({"w": torch.zeros(4)}, tmp_path / "c", planner=planner))
+    assert sorted(tmp_path.rglob("*")) == before
+    out = {"w": torch.zeros(4)}
+    load(out, tmp_path / "c")
+    assert out["w"].tolist() == [1] * 4
+
+
 def test_a_key_that_is_not_a_str_is_named(tmp_path):
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     error = failure_of(lambda: save({3: torch.ones(1)}, tmp_path / "c", planner=planner))
