@@ -23,6 +23,7 @@ def state_of(value: float) -> dict[str, Any]:
     return {
         "w": torch.full((SIZE,), value),
         "t": torch.full((3, 4), value, dtype=torch.bfloat16).t(),
+        "scalar": torch.tensor(value),
         "opt": {"lr": [value, torch.full((2,), value, dtype=torch.float64)], "n": {"text": str(value)}},
     }
 

@@ -1,6 +1,6 @@
 """Whether the `.metadata` of a checkpoint of ours tells stock readers what the manifest tells us. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,7 @@ def _differences(opened: Opened, stock: StockMetadata) -> Iterator[str]:
     expected = {entry[0]: _plain_entry(entry) for entry in opened.entries}
     found = {entry[0]: _plain_entry(entry) for entry in stock.entries}
     yield from _unequal("state_dict_metadata", expected, found)
-    placed = {(fqn, offsets and tuple(offsets)): rest for fqn, offsets, *rest in opened.native.items()}
+    placed = {(fqn, _tuple(offsets)): rest for fqn, offsets, *rest in opened.native.items()}
     named = {
         (item.fqn.encode("utf-8", "surrogatepass"), item.offsets): [
             *(item.index, item.relative_path, item.offset, item.length),
@@ -111,4 +111,8 @@ def _plain_entry(entry: "TensorEntry") -> tuple[Any, ...]:
     """The entry without its name, its chunks in one order: theirs is only a hint."""
     _, is_tensor, dtype, size, strides, *properties, offsets, sizes = entry
     chunks = sorted((tuple(offset), tuple(lengths)) for offset, lengths in zip(offsets, sizes, strict=True))
-    return is_tensor, dtype, tuple(size), strides and tuple(strides), *properties, chunks
+    return is_tensor, dtype, tuple(size), _tuple(strides), *properties, chunks
+
+
+def _tuple(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
