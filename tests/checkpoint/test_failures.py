@@ -15,11 +15,13 @@ from torch_strata import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    ConfigError,
     CorruptionError,
     ObjectNotFoundError,
     StorageError,
     StrataError,
     StrataReader,
+    _native,
     verify,
 )
 
@@ -254,6 +256,19 @@ def test_a_load_that_is_superseded_reads_the_new_state(tmp_path):
     out = {"w": torch.zeros(200_000), "n": 0}
     load(out, tmp_path / "c", planner=planner)
     assert {out["n"], *out["w"].unique().tolist()} in ({1}, {2})
+
+
+@pytest.mark.parametrize("scheme", _native.SCHEMES)
+def test_a_place_of_every_scheme_of_the_core_can_be_named(scheme):
+    assert StrataReader.validate_checkpoint_id(f"{scheme}://place/run")
+    with pytest.raises(ConfigError, match="pass URLs as str"):
+        StrataReader(Path(f"{scheme}://place/run"))
+
+
+def test_a_scheme_that_the_core_does_not_know_is_answered_with_those_it_does():
+    assert not StrataReader.validate_checkpoint_id("ftp://place/run")
+    with pytest.raises(ConfigError, match=r"'ftp'.*" + ", ".join(_native.SCHEMES)):
+        StrataReader("ftp://place/run")
 
 
 def test_a_checkpoint_can_be_moved(tmp_path):
