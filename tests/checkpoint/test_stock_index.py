@@ -112,12 +112,6 @@ def test_a_flipped_bit_in_metadata_is_found_wherever_stock_would_read_something_
     assert harmless < num_bytes / 4
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_every_flipped_bit_in_metadata_is_found_wherever_stock_would_read_something_else(place):
-    sweep(place, [(at, bit) for at in range((place / ".metadata").stat().st_size) for bit in range(8)])
-
-
 def cut(kept: float) -> Callable[[bytes], bytes]:
     return lambda content: content[: int(len(content) * kept)]
 
