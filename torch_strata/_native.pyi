@@ -12,6 +12,7 @@ from torch_strata._types import TensorEntry
 
 __all__ = [
     "BYTES",
+    "SCHEMES",
     "TENSOR",
     "TORCH_SAVE",
     "Base",
@@ -22,6 +23,7 @@ __all__ = [
     "__version__",
     "claim_generation",
     "commit",
+    "is_inside",
     "open_base",
     "record_bytes",
     "stock_entries",
@@ -29,6 +31,9 @@ __all__ = [
 ]
 
 __version__: str
+
+# Schemes of the URLs that `Store` takes.
+SCHEMES: tuple[str, ...]
 
 # Kinds of an item: a raw tensor that Rust frames; verbatim bytes of a BYTE_IO item; a tensor framed by torch.save.
 TENSOR: int
@@ -154,6 +159,8 @@ def commit(
 ) -> CommitStats:
     """Check every object from here, publish the manifest, then `.metadata`, then collect what is superseded.
 
+    A failure after the manifest is a warning, except over a foreign `.metadata` without a save_id.
+
     `planner_data`: opaque to Rust (first byte says the encoding). `previous_save_id`: of the `.metadata` that is there
     now, "" if none. `generation`: 0 without a run root.
 
@@ -163,6 +170,9 @@ def commit(
         PreconditionError: If somebody else committed here meanwhile.
         StaleGenerationError: If a newer run has claimed the run root.
     """
+
+def is_inside(path: str) -> bool:
+    """Whether a path leads to an object inside the checkpoint: relative, no ``..``, no drive, no scheme."""
 
 @final
 class ReadStats:
@@ -202,6 +212,9 @@ class Checkpoint:
     @property
     def save_id(self) -> str: ...
     @property
+    def previous_save_id(self) -> str:
+        """Of the `.metadata` that the manifest's own replaces; "" if there was none."""
+    @property
     def number(self) -> int: ...
     @property
     def world_size(self) -> int: ...
@@ -212,7 +225,14 @@ class Checkpoint:
     def entries(self) -> list[TensorEntry]: ...
     def items(self) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]: ...
     def objects(self) -> list[tuple[str, int]]: ...
-    def set_stock_entries(self, items: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]) -> None: ...
+    def set_stock_entries(self, items: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]) -> bool:
+        """Take what `.metadata` lists, or our manifest where that is all in it; false then."""
+    def without_metadata(self, reason: str) -> None:
+        """Take our manifest instead of a `.metadata` that cannot be read, if nobody can have saved after it.
+
+        Raises:
+            ManifestError: With `reason`, if there is no manifest, or stock may have saved after it.
+        """
     def rows(self, keys: Sequence[tuple[bytes, tuple[int, ...] | None]]) -> list[int]:
         """Row of each `(fqn, offsets)`; -1 where nothing is stored under that key."""
     def describe(self, rows: Sequence[int]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
@@ -242,5 +262,5 @@ class Checkpoint:
         Every block that is touched is verified. After a CorruptionError the destinations are undefined,
         unless `verify="before"`.
         """
-    def verify(self) -> tuple[ReadStats, list[str]]:
-        """Read and check everything; the second value names each damage. Memory stays within the store's budget."""
+    def verify(self) -> tuple[ReadStats, list[str], list[str]]:
+        """Read and check everything but `.metadata`: each damage, then each object that could not be looked at."""

@@ -1,4 +1,4 @@
-"""`strata verify`, `ls` and `inspect`: exit status 0 sound, 1 damaged, 2 not found or usage."""
+"""`strata verify`, `ls` and `inspect`: exit status 0 sound, 1 damaged, 2 could not be checked."""
 
 import json
 
@@ -63,6 +63,46 @@ def test_nothing_there_has_status_two(tmp_path):
     assert done.exit_code == 2 and CheckpointNotFoundError.__name__ in done.stderr
     assert strata("verify").exit_code == 2
     assert strata("inspect", "ftp://host/x").exit_code == 2
+
+
+def test_what_cannot_be_looked_at_is_neither_sound_nor_damaged(tmp_path):
+    save(STATE, tmp_path / "c")
+    path = max((tmp_path / "c").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = path.read_bytes()
+    path.unlink()
+    path.symlink_to(path.name)  # the system refuses to follow it, whoever asks
+    report = verify(tmp_path / "c")
+    assert not report.is_sound and not report.problems and path.name in report.unchecked[0]
+    done = strata("verify", tmp_path / "c")
+    assert done.exit_code == 2 and path.name in done.output and "NOT CHECKED (1 problem)" in done.output
+    assert not json.loads(strata("verify", "--json", tmp_path / "c").output)["is_sound"]
+    path.unlink()
+    path.write_bytes(content)
+    (tmp_path / "c" / ".metadata").unlink()
+    (tmp_path / "c" / ".metadata").symlink_to(".metadata")
+    assert strata("verify", tmp_path / "c").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RuntimeError, 2), (OSError, 2), (MemoryError, 2), (KeyboardInterrupt, 130)]
+)
+def test_a_check_that_breaks_off_does_not_look_like_damage(tmp_path, monkeypatch, error, status):
+    def breaks_off(*args, **kwargs):
+        raise error("on the way")
+
+    monkeypatch.setattr("torch_strata.cli.verify", breaks_off)
+    assert strata("verify", tmp_path).exit_code == status
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "(1 problem)"), (2, "(2 problems)")])
+def test_problems_are_counted_in_words(tmp_path, count, words):
+    save({"a": torch.ones(2000), "b": torch.ones(2000) * 2}, tmp_path / "c")
+    (path,) = (tmp_path / "c").glob("*.distcp")
+    content = bytearray(path.read_bytes())
+    for value in range(count):
+        content[content.index((torch.ones(2000) * (value + 1)).numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    assert words in strata("verify", tmp_path / "c").output
 
 
 @pytest.mark.parametrize("write", [save, stock_save])

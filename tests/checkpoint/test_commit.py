@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
 from tests.checkpoint import manifests
 from tests.checkpoint.manifests import manifest_of, number, text, with_fields
@@ -21,6 +22,7 @@ from torch_strata import (
     ObjectNotFoundError,
     PreconditionError,
     StaleGenerationError,
+    StorageError,
     StrataReader,
     StrataWriter,
     verify,
@@ -149,6 +151,72 @@ def test_an_object_that_another_checkpoint_of_the_run_refers_to_stays(tmp_path):
     save_value(4.0, second, run_root=root)
     assert save_value(5.0, first, run_root=root).stats.collected == 2
     assert shared not in objects(first)
+
+
+def test_stage_files_of_writers_that_were_killed_go_from_every_folder_and_those_at_work_stay(tmp_path):
+    place = tmp_path / "c"
+    for alone in (False, True):
+        stages = []
+        for folder in (place, place / ".strata", place / ".strata" / "ranks"):
+            folder.mkdir(exist_ok=True, parents=True)
+            for name, age in ((".tmp-dead", 7200), (".tmp-alive", 10)):
+                (folder / name).write_bytes(b"x")
+                os.utime(folder / name, (time.time() - age,) * 2)
+                stages.append(folder / name)
+        dcp.save({"w": torch.ones(3)}, storage_writer=StrataWriter(place), no_dist=True, use_collectives=not alone)
+        assert {path for path in stages if path.exists()} == {path for path in stages if path.name == ".tmp-alive"}
+
+
+class CannotWriteMetadata(StrataWriter):
+    """The store fails between the manifest and `.metadata`."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        path = Path(self.checkpoint_id, ".metadata")
+        old = path.read_bytes() if path.exists() else None
+        path.unlink(missing_ok=True)
+        path.mkdir()
+        try:
+            super().finish(metadata, results)
+        finally:
+            path.rmdir()
+            if old is not None:
+                path.write_bytes(old)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failure_after_the_manifest_is_a_warning_since_the_save_is_committed(tmp_path, exists):
+    place = tmp_path / "c"
+    if exists:
+        save_value(1.0, place)
+    writer = CannotWriteMetadata(place)
+    dcp.save({"w": torch.full((200_000,), 2.0), "n": 2.0}, storage_writer=writer, no_dist=True)
+    assert writer.stats.committed and writer.stats.collected == 0
+    (warning,) = writer.stats.warnings
+    assert ".metadata" in warning and "committed" in warning
+    assert found(place) == 2
+    report = verify(place)
+    assert report.is_sound and ".metadata" in report.warnings[0] and "stock readers" in report.warnings[0]
+    if exists:
+        assert found(place, FileSystemReader) == 1, "what the old .metadata names has not been removed"
+    save_value(3.0, place)
+    assert found(place) == found(place, FileSystemReader) == 3 and len(objects(place)) == 1
+    assert verify(place).is_sound and not verify(place).warnings
+
+
+def test_a_failure_to_replace_an_index_that_still_counts_is_an_error(tmp_path):
+    """Of older torch, without a save_id: readers cannot tell it from one that was written after our manifest."""
+    place = tmp_path / "c"
+    state = {"w": torch.full((200_000,), 1.0), "n": 1.0}
+    dcp.save(state, storage_writer=FileSystemWriter(place), no_dist=True)
+    metadata = pickle.loads((place / ".metadata").read_bytes())
+    metadata.storage_meta = None
+    (place / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = {"w": torch.full((200_000,), 2.0), "n": 2.0}
+    error = failure_of(lambda: dcp.save(state, storage_writer=CannotWriteMetadata(place), no_dist=True))
+    assert isinstance(error, StorageError) and ".metadata" in str(error)
+    assert found(place) == found(place, FileSystemReader) == 1
+    save_value(3.0, place)
+    assert found(place) == found(place, FileSystemReader) == 3
 
 
 class SavesInBetween(DefaultSavePlanner):

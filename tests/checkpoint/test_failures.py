@@ -15,11 +15,13 @@ from torch_strata import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    ConfigError,
     CorruptionError,
     ObjectNotFoundError,
     StorageError,
     StrataError,
     StrataReader,
+    _native,
     verify,
 )
 
@@ -81,6 +83,37 @@ def test_planner_data_that_cannot_be_stored_leaves_no_object_behind(tmp_path):
     error = failure_of(lambda: save({"w": torch.zeros(4)}, tmp_path / "c", planner=OddPlannerData()))
     assert isinstance(error, CheckpointError) and "planner_data" in str(error)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+class OddEntry(DefaultSavePlanner):
+    """Promises what the manifest cannot say."""
+
+    change: Any = None
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        type(self).change(metadata.state_dict_metadata)
+        return plans, metadata
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update({3: state["w"]}),
+        lambda state: setattr(state["w"].properties, "memory_format", torch.channels_last_3d),
+        lambda state: setattr(state["w"], "size", (-1,)),
+        lambda state: state.update(more=state["w"]),
+    ],
+)
+def test_metadata_that_cannot_be_committed_leaves_no_object_behind(tmp_path, change):
+    save({"w": torch.ones(4)}, tmp_path / "c")
+    before = sorted(tmp_path.rglob("*"))
+    planner = type("Odd", (OddEntry,), {"change": staticmethod(change)})()
+    failure_of(lambda: save({"w": torch.zeros(4)}, tmp_path / "c", planner=planner))
+    assert sorted(tmp_path.rglob("*")) == before
+    out = {"w": torch.zeros(4)}
+    load(out, tmp_path / "c")
+    assert out["w"].tolist() == [1] * 4
 
 
 def test_a_key_that_is_not_a_str_is_named(tmp_path):
@@ -223,6 +256,19 @@ def test_a_load_that_is_superseded_reads_the_new_state(tmp_path):
     out = {"w": torch.zeros(200_000), "n": 0}
     load(out, tmp_path / "c", planner=planner)
     assert {out["n"], *out["w"].unique().tolist()} in ({1}, {2})
+
+
+@pytest.mark.parametrize("scheme", _native.SCHEMES)
+def test_a_place_of_every_scheme_of_the_core_can_be_named(scheme):
+    assert StrataReader.validate_checkpoint_id(f"{scheme}://place/run")
+    with pytest.raises(ConfigError, match="pass URLs as str"):
+        StrataReader(Path(f"{scheme}://place/run"))
+
+
+def test_a_scheme_that_the_core_does_not_know_is_answered_with_those_it_does():
+    assert not StrataReader.validate_checkpoint_id("ftp://place/run")
+    with pytest.raises(ConfigError, match=r"'ftp'.*" + ", ".join(_native.SCHEMES)):
+        StrataReader("ftp://place/run")
 
 
 def test_a_checkpoint_can_be_moved(tmp_path):

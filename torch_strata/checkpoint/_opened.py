@@ -14,7 +14,7 @@ from torch_strata.errors import CheckpointNotFoundError, CorruptionError
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
-__all__ = ["Opened", "open_checkpoint"]
+__all__ = ["Opened", "metadata_name", "open_checkpoint"]
 
 Key = tuple[bytes, tuple[int, ...] | None]
 
@@ -52,6 +52,11 @@ class Opened:
         return self.native.is_stock == other.native.is_stock and mine == theirs
 
 
+def metadata_name(rank: int | None) -> str:
+    """Stock's index of the whole checkpoint, or of what one rank saved on its own."""
+    return ".metadata" if rank is None else f"__{rank}.metadata"
+
+
 @gc_paused()
 def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank: int | None) -> Opened:
     """The newest committed state at a place; where nothing is committed, the safetensors files there.
@@ -78,16 +83,21 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
         flat = {name: (name,) for name in (entry[0].decode("utf-8", "surrogatepass") for entry in entries)}
         return Opened(native=native, where=where, entries=entries, foreign_planner_data=flat, save_id="")
     if not native.is_stock:
-        return Opened(native=native, where=where, entries=native.entries(), save_id=native.save_id)
+        return _ours(native, where)
     data = native.stock_metadata
     if data is None:
         raise CorruptionError(f"{where}: .metadata disappeared while it was opened")
-    stock = load_stock_metadata(data, f"{where}/{'' if rank is None else f'__{rank}'}.metadata")
+    try:
+        stock = load_stock_metadata(data, f"{where}/{metadata_name(rank)}")
+    except CorruptionError as error:
+        native.without_metadata(str(error))
+        return _ours(native, where)
     rows = [
         (i.fqn.encode("utf-8", "surrogatepass"), i.offsets, i.index, i.relative_path, i.offset, i.length)
         for i in stock.items
     ]
-    native.set_stock_entries(rows)
+    if not native.set_stock_entries(rows):
+        return _ours(native, where)
     return Opened(
         native=native,
         where=where,
@@ -96,3 +106,7 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
         transforms={row[:2]: item.transforms for row, item in zip(rows, stock.items, strict=True) if item.transforms},
         save_id=stock.save_id or "",
     )
+
+
+def _ours(native: _native.Checkpoint, where: str) -> Opened:
+    return Opened(native=native, where=where, entries=native.entries(), save_id=native.save_id)

@@ -38,12 +38,14 @@ def load_value(data: bytes, *, fqn: str, where: str, trusted: Sequence[Trusted])
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = _untrusted_globals(data, trusted)
+        if not named:
+            raise CheckpointError(f"{where}: torch refuses to load the value of {fqn!r}: {_reason(error)}") from error
         raise CheckpointError(
-            f"{where}: the value of {fqn!r} needs {', '.join(named) or 'a class'} to load, which could run any code; "
-            f"if you trust this checkpoint, pass trusted_classes=[...] to StrataReader ({_first_line(error)})"
+            f"{where}: the value of {fqn!r} needs {', '.join(named)} to load, which could run any code; if you trust "
+            f"this checkpoint, pass trusted_classes=[...] to StrataReader"
         ) from error
     except Exception as error:
-        raise CorruptionError(f"{where}: cannot load the value of {fqn!r}: {_first_line(error)}") from error
+        raise CorruptionError(f"{where}: cannot load the value of {fqn!r}: {_reason(error)}") from error
 
 
 def load_tensor(data: bytes, *, fqn: str, where: str, trusted: Sequence[Trusted]) -> torch.Tensor:
@@ -67,6 +69,12 @@ def _untrusted_globals(data: bytes, trusted: Sequence[Trusted]) -> list[str]:
         return []
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+def _reason(error: Exception) -> str:
+    """The first line of what happened.
+
+    torch wraps a refusal in advice for its own users, colours included, such as to pass ``weights_only=False``: the
+    bare reason is the error that it was handling.
+    """
+    bare = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
+    lines = str(bare).splitlines()
+    return lines[0][:300] if lines else type(bare).__name__

@@ -202,9 +202,6 @@ def parse_index(data: bytes, where: str) -> dict[str, str]:
             known.add(check_object_path(name))
         except CorruptionError as error:
             raise ManifestError(f"{where}: {fqn!r:.200}: {error}") from error
-        # A reference to a sibling is for DCP; an index lists its own directory.
-        if name.startswith("../"):
-            raise ManifestError(f"{where}: {fqn!r:.200}: {name!r:.200} leads out of the directory")
     return file_of
 
 

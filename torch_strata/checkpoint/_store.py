@@ -10,8 +10,6 @@ from torch_strata.errors import ConfigError
 
 __all__ = ["is_place", "open_store", "resolve_config"]
 
-_SCHEMES = frozenset({"file", "s3", "gs", "az", "http", "https", "memory"})
-
 
 def resolve_config(config: StorageConfig | None, storage_options: Mapping[str, str] | None) -> StorageConfig:
     """The settings to use; `storage_options` given beside `config` are added to its own and win."""
@@ -50,7 +48,7 @@ def is_place(place: object) -> bool:
         return False
     scheme, separator, _ = place.partition("://")
     if separator:
-        return scheme in _SCHEMES
+        return scheme in _native.SCHEMES
     path = os.path.abspath(place)
     while not os.path.exists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
@@ -62,10 +60,10 @@ def _url(place: str | os.PathLike[str]) -> str:
     if not isinstance(url, str) or not url:
         raise ConfigError(f"checkpoint place: expected a path or a URL, found {place!r}")
     scheme, colon, rest = url.partition(":")
-    if colon and scheme in _SCHEMES and not rest.startswith("//"):
+    if colon and scheme in _native.SCHEMES and not rest.startswith("//"):
         # pathlib makes one slash of two, and a checkpoint would go to a local folder named "s3:".
         raise ConfigError(f"checkpoint place: expected {scheme}://…, found {url!r}; pass URLs as str, not as Path")
     scheme, separator, _ = url.partition("://")
-    if separator and scheme not in _SCHEMES:
-        raise ConfigError(f"no store for the scheme {scheme!r} of {url!r}; known: {', '.join(sorted(_SCHEMES))}")
+    if separator and scheme not in _native.SCHEMES:
+        raise ConfigError(f"no store for the scheme {scheme!r} of {url!r}; known: {', '.join(_native.SCHEMES)}")
     return url

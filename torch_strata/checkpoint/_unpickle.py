@@ -10,12 +10,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch_strata import _native
 from torch_strata.errors import CorruptionError
 
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
-__all__ = ["StockItem", "StockMetadata", "check_object_path", "load_plain", "load_stock_metadata"]
+__all__ = ["StockItem", "StockMetadata", "check_object_path", "load_plain", "load_stock_metadata", "same_plain"]
 
 _DTYPE_NAME = re.compile(r"(bool|bits|b?float|b?complex|q?u?int)\w*")
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -152,19 +153,34 @@ def load_stock_metadata(data: bytes, where: str) -> StockMetadata:
 
 
 def check_object_path(path: Any) -> str:
-    """`path`, if it stays inside the checkpoint or in a sibling below the same run root.
+    """`path`, if it stays inside the checkpoint.
 
     Raises:
-        CorruptionError: If it is absolute, or leads anywhere else.
+        CorruptionError: If it is no text, absolute, or leads anywhere else.
     """
-    if not isinstance(path, str) or not path or "\0" in path or "\\" in path:
-        raise CorruptionError(f"object name {path!r} is not a relative path")
-    parts = path.split("/")
-    # What stock follows for a reference to another step: `../step-1/x.distcp`, up once and down again.
-    inner = parts[1:] if parts[0] == ".." and len(parts) > 2 else parts
-    if any(part in ("", ".", "..") or part.endswith(":") for part in inner):
-        raise CorruptionError(f"object name {path!r} leads out of the checkpoint")
-    return path
+    try:
+        if isinstance(path, str) and _native.is_inside(path):
+            return path
+    except UnicodeEncodeError:
+        pass  # lone surrogates: no store has such a name
+    raise CorruptionError(f"object name {path!r:.200} does not lead to an object inside the checkpoint")
+
+
+def same_plain(left: Any, right: Any) -> bool:
+    """Whether two values of `load_plain` are the same, types and order included.
+
+    Raises:
+        RecursionError: If they are nested too deeply.
+    """
+    if isinstance(left, _Bag) and isinstance(right, _Bag):
+        return left.kind == right.kind and same_plain(left.state, right.state)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return same_plain(list(left.items()), list(right.items()))
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same_plain, left, right))
+    return bool(left == right)
 
 
 def _convert(top: Any) -> StockMetadata:

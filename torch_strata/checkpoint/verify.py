@@ -4,7 +4,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch_strata.checkpoint._opened import open_checkpoint
+from torch_strata import _native
+from torch_strata.checkpoint._opened import Opened, open_checkpoint
+from torch_strata.checkpoint._stock_index import IndexFindings, check_stock_index
 from torch_strata.checkpoint._store import open_store, resolve_config
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CorruptionError, ObjectNotFoundError
@@ -23,7 +25,9 @@ class VerifyReport:
         read_bytes: Bytes that were read.
         unverified_bytes: Bytes without a digest to compare: parts of stock checkpoints.
         problems: One sentence for each damage; none if the checkpoint is sound.
-        warnings: What is no damage but should be known.
+        unchecked: One sentence for each object that could not be looked at, whole or in part, such as one that may not
+            be read: nothing is known of it.
+        warnings: What is no damage but should be known, such as that stock readers see an older state.
     """
 
     save_id: str
@@ -32,12 +36,13 @@ class VerifyReport:
     read_bytes: int
     unverified_bytes: int
     problems: tuple[str, ...]
+    unchecked: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is damaged."""
-        return not self.problems
+        """Whether everything was looked at and nothing is damaged."""
+        return not self.problems and not self.unchecked
 
 
 def verify(
@@ -47,7 +52,11 @@ def verify(
     storage_options: Mapping[str, str] | None = None,
     rank: int | None = None,
 ) -> VerifyReport:
-    """Read and check a whole checkpoint, ours or stock's, 64 MiB at a time. Blocks. Does not look at our `.metadata`.
+    """Read and check a whole checkpoint, ours or stock's, 64 MiB at a time. Blocks.
+
+    Of ours also the `.metadata`, by which stock readers find the same: it must say what the manifest says. One that is
+    missing, or of the save before, as a save leaves that ended before its last step, is a warning. A stock checkpoint
+    whose data files are ours has lost its manifest and its digests: a problem.
 
     Args:
         path: Local path or URL.
@@ -62,11 +71,24 @@ def verify(
     """
     store = open_store(path, resolve_config(config, storage_options))
     opened = open_checkpoint(store, path, rank=rank)
+    report = _report(store, opened, rank)
+    if report.is_sound:
+        return report
+    # What a save removes or replaces while it is looked at is not damaged.
+    newer = open_checkpoint(store, path, rank=rank)
+    return report if newer.same_as(opened) else _report(store, newer, rank)
+
+
+def _report(store: _native.Store, opened: Opened, rank: int | None) -> VerifyReport:
     try:
-        stats, problems = opened.native.verify()
+        stats, problems, unchecked = opened.native.verify()
     except (CorruptionError, ObjectNotFoundError) as error:
         # Of a stock checkpoint, whose items can only be found by reading them.
-        stats, problems = None, [str(error)]
+        stats, problems, unchecked = None, [str(error)], []
+    index = IndexFindings()
+    if opened.written_by == "torch_strata":
+        index = check_stock_index(store, opened, rank=rank)
+    problems += index.problems
     return VerifyReport(
         save_id=opened.save_id,
         objects=len(opened.native.objects()),
@@ -74,5 +96,6 @@ def verify(
         read_bytes=stats.bytes_read if stats else 0,
         unverified_bytes=stats.unverified_bytes if stats else 0,
         problems=tuple(problems),
-        warnings=tuple(opened.native.warnings),
+        unchecked=(*unchecked, *index.unchecked),
+        warnings=(*(warning for warning in opened.native.warnings if warning not in problems), *index.notes),
     )

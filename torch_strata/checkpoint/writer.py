@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -21,8 +22,9 @@ from torch.futures import Future
 from torch_strata import _native
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._items import resolve_items
-from torch_strata.checkpoint._metadata import encode_planner_data, entries_of, read_metadata, stock_pickle
-from torch_strata.checkpoint._opened import open_checkpoint
+from torch_strata.checkpoint._metadata import entries_of, read_metadata, stock_pickle
+from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
+from torch_strata.checkpoint._planner_data import encode_planner_data
 from torch_strata.checkpoint._store import is_place, open_store, resolve_config
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.staging import snapshot
@@ -210,7 +212,10 @@ class StrataWriter(StorageWriter):
             ObjectNotFoundError: If an object of another rank is not visible from here.
             CorruptionError: If an object has another size than its rank wrote.
             CheckpointError: If a planned item was not written, or twice.
-            StorageError: If the store fails. Only if that is while writing `.metadata`, the new manifest is committed.
+            StorageError: If the store fails before the manifest is written. Once it is, the checkpoint is committed:
+                a failure to write `.metadata` or to remove what is superseded is in ``stats.warnings``, and the next
+                save here makes up for it. Only over a stock `.metadata` without a save_id, as older torch writes, the
+                failure to replace it is an error: that one still counts then.
             PreconditionError: If somebody else committed here meanwhile.
             StaleGenerationError: If a newer run has claimed the run root.
         """
@@ -221,26 +226,30 @@ class StrataWriter(StorageWriter):
         records = [result.storage_data for rank_results in results for result in rank_results]
         placed = _native.stock_entries(records)
         try:
-            # A copy is pickled: DCP broadcasts `metadata` to all ranks afterwards, and the index need not travel.
-            stock = stock_pickle(metadata, placed, checkpoint_id=self._place, save_id=self._save_id)
-            planner_data = encode_planner_data(metadata.planner_data)
-        except CheckpointError:
+            commit = partial(
+                _native.commit,
+                self._store(),
+                base,
+                records,
+                entries_of(metadata),
+                planner_data=encode_planner_data(metadata.planner_data),
+                # A copy is pickled: DCP broadcasts `metadata` to all ranks afterwards, and the index need not travel.
+                stock_metadata=stock_pickle(metadata, placed, checkpoint_id=self._place, save_id=self._save_id),
+                save_id=self._save_id,
+                previous_save_id=_previous_save_id(base),
+                rank=self._own_rank,
+                world_size=self._ranks_that_save(len(results)),
+                generation=self._generation(),
+                run_root=self._run_root_store(),
+            )
+        except Exception:
             self._discard({entry[3] for entry in placed})
             raise
-        done = _native.commit(
-            self._store(),
-            base,
-            records,
-            entries_of(metadata),
-            planner_data=planner_data,
-            stock_metadata=stock,
-            save_id=self._save_id,
-            previous_save_id=_previous_save_id(base),
-            rank=self._own_rank,
-            world_size=self._ranks_that_save(len(results)),
-            generation=self._generation(),
-            run_root=self._run_root_store(),
-        )
+        try:
+            done = commit()  # which removes the objects itself, unless they may be committed
+        except (OverflowError, TypeError) as error:  # an argument that Rust cannot hold: nothing was begun
+            self._discard({entry[3] for entry in placed})
+            raise CheckpointError(f"the planner's metadata cannot be written: {error}") from error
         self._base = None
         self._note(done, time.monotonic() - started)
 
@@ -314,7 +323,7 @@ class StrataWriter(StorageWriter):
         opened = open_checkpoint(self._store(), self._place, rank=rank)
         metadata = read_metadata(opened, storage_meta=StorageMeta(), whole=rank is None)
         data = stock_pickle(metadata, opened.native.items(), checkpoint_id=self._place, save_id=opened.save_id)
-        self._store().put(".metadata" if rank is None else f"__{rank}.metadata", data)
+        self._store().put(metadata_name(rank), data)
 
     def _discard(self, names: set[str]) -> None:
         """Remove the objects of a save that cannot be committed."""

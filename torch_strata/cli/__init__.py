@@ -2,6 +2,7 @@
 
 import json
 import os
+import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NoReturn
@@ -10,18 +11,20 @@ import click
 
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._store import open_store
-from torch_strata.checkpoint.verify import verify
+from torch_strata.checkpoint.verify import VerifyReport, verify
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CorruptionError, StrataError
 
 __all__ = ["main"]
 
+# As cmp and diff: nobody may take a failure to look for damage, and only 0 is sound.
 _DAMAGED = 1
 _FAILED = 2
+_INTERRUPTED = 130
 
 
 def _common(command: Callable[..., None]) -> Callable[..., None]:
-    """Arguments of every command, and exit status 1 for damage, 2 for anything else that goes wrong."""
+    """Arguments of every command, and exit status 1 for damage alone, 2 for anything else that goes wrong."""
 
     @click.argument("url")
     @click.option("--rank", type=click.IntRange(min=0), help="What this rank saved without collectives.")
@@ -36,6 +39,13 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
             _fail(error, _DAMAGED)
         except StrataError as error:
             _fail(error, _FAILED)
+        except click.ClickException:
+            raise
+        except Exception:  # Python's own status for these is 1
+            traceback.print_exc()
+            raise SystemExit(_FAILED) from None
+        except KeyboardInterrupt:
+            raise SystemExit(_INTERRUPTED) from None
 
     return run
 
@@ -62,7 +72,10 @@ def main() -> None:
 @main.command("verify")
 @_common
 def verify_command(url: str, rank: int | None, config: StorageConfig, as_json: bool) -> None:
-    """Read everything and compare it with its digests. Exit status 0: sound, 1: damaged, 2: not found or usage."""
+    """Read everything and compare it with its digests.
+
+    Exit status 0: sound, 1: damaged, 2: could not be checked, or not all of it (not found, not readable, wrong usage).
+    """
     report = verify(url, config=config, rank=rank)
     if as_json:
         click.echo(json.dumps({**vars(report), "is_sound": report.is_sound}))
@@ -71,13 +84,21 @@ def verify_command(url: str, rank: int | None, config: StorageConfig, as_json: b
             click.echo(f"warning: {warning}", err=True)
         for problem in report.problems:
             click.echo(f"damaged: {problem}")
-        word = "sound" if report.is_sound else f"DAMAGED ({len(report.problems)} problems)"
+        for sentence in report.unchecked:
+            click.echo(f"not checked: {sentence}")
         click.echo(
-            f"{word}: {report.objects} objects, {report.read_bytes} bytes read, {report.blocks} blocks verified, "
-            f"{report.unverified_bytes} bytes without a digest"
+            f"{_verdict(report)}: {report.objects} objects, {report.read_bytes} bytes read, "
+            f"{report.blocks} blocks verified, {report.unverified_bytes} bytes without a digest"
         )
     if not report.is_sound:
-        raise SystemExit(_DAMAGED)
+        raise SystemExit(_DAMAGED if report.problems else _FAILED)
+
+
+def _verdict(report: VerifyReport) -> str:
+    if report.is_sound:
+        return "sound"
+    count, word = (len(report.problems), "DAMAGED") if report.problems else (len(report.unchecked), "NOT CHECKED")
+    return f"{word} ({count} {'problem' if count == 1 else 'problems'})"
 
 
 @main.command("ls")

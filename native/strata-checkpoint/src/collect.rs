@@ -5,12 +5,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use strata_io::{ObjectInfo, PendingUpload, Store, discard_upload};
 
-use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, decode};
+use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode};
 use crate::open::{manifest_names, missing_ranks, or_empty};
 use crate::{Error, Result};
 
 /// Leases of readers: `.strata/leases/<expiry, Unix seconds, 20 digits>-<nonce>`.
 pub const LEASES_FOLDER: &str = ".strata/leases/";
+
+/// Where a save puts files.
+pub(crate) const FOLDERS: [&str; 3] = ["", FOLDER, RANKS_FOLDER];
 
 /// What was at the place right before a commit: later writers' objects and uploads are not in here, and so are safe.
 pub(crate) struct Before {
@@ -30,6 +33,9 @@ pub(crate) async fn collect(
     // Saves that were killed left these; those that still run began before this commit and cannot commit any more.
     for upload in before.uploads.iter().filter(|upload| is_own_data(manifest, &upload.name)) {
         discard_upload(store, upload).await?;
+    }
+    for folder in FOLDERS {
+        store.sweep(folder).await?;
     }
     if leased(store).await? {
         tracing::info!("{}: a reader holds a lease; superseded objects stay for now", store.url());

@@ -11,8 +11,8 @@ use strata_io::{Error as IoError, ObjectInfo, PutMode, Store, pending_uploads};
 pub use self::merge::PromisedEntry;
 use self::merge::merge;
 use crate::base::{Base, newest_generation};
-use crate::collect::{Before, collect};
-use crate::manifest::{FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode, encode};
+use crate::collect::{Before, FOLDERS, collect};
+use crate::manifest::{Manifest, ManifestName, decode, encode};
 use crate::open::{metadata_name, or_empty};
 use crate::record::RankRecord;
 use crate::{Error, Result};
@@ -63,21 +63,32 @@ pub struct CommitStats {
 
 /// Publishes what the ranks wrote. A crash after any write leaves the old checkpoint or the new one, whole.
 ///
+/// The manifest is the commit. What fails behind it is a warning, for the checkpoint is the new one; the next save here
+/// makes up for it.
+///
 /// # Errors
 /// [`Error::Plan`] if an item is missing or double; [`Error::Io`] or [`Error::Manifest`] if an object is not visible
 /// from here or has another size; [`Error::Superseded`], [`Error::StaleGeneration`] if this save lost its right.
-/// The objects are removed then, and what was there before still loads.
+/// The objects are removed then, and what was there before still loads. [`Error::Io`] also if `.metadata` cannot be
+/// put over a stock one without a save_id: that one still counts then, for readers cannot tell it from a later save.
 pub async fn commit(store: &dyn Store, base: &Base, commit: Commit<'_>) -> Result<CommitStats> {
     let written: Vec<String> =
         commit.records.iter().flat_map(|record| record.objects.iter().map(|object| object.name.clone())).collect();
     match publish(store, base, &commit).await {
         Ok((mut stats, before, manifest)) => {
             let metadata = metadata_name(commit.rank);
-            store.put(&metadata, commit.stock_metadata.clone(), PutMode::Overwrite).await?;
-            match collect(store, commit.run_root, &manifest, &before).await {
-                Ok(collected) => stats.collected = collected,
-                // The checkpoint is committed: what stays behind is found again by the next save here.
-                Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
+            let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
+            match store.put(&metadata, commit.stock_metadata.clone(), PutMode::Overwrite).await {
+                Ok(()) => match collect(store, commit.run_root, &manifest, &before).await {
+                    Ok(collected) => stats.collected = collected,
+                    Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
+                },
+                // The old `.metadata` still names the old objects: nothing is collected.
+                Err(error) if is_named => stats.warnings.push(format!(
+                    "{metadata} could not be written: {error}; the checkpoint is committed, but stock readers see the \
+                     one before it until the next save here"
+                )),
+                Err(error) => return Err(error.into()),
             }
             Ok(stats)
         }
@@ -161,7 +172,7 @@ async fn publish(
 /// Everything at the place, in the folders that we know.
 async fn look_around(store: &dyn Store) -> Result<Before> {
     let mut listed = Vec::new();
-    for folder in ["", FOLDER, RANKS_FOLDER] {
+    for folder in FOLDERS {
         listed.extend(or_empty(store.list(folder).await)?);
     }
     Ok(Before { listed, uploads: or_empty(pending_uploads(store).await)? })

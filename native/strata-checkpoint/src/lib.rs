@@ -1,6 +1,6 @@
 //! Checkpoints: the format, and saving, committing and loading them.
 //!
-//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`plan`]. They take values and
+//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`]. They take values and
 //! return values. The rest acts on a [`strata_io::Store`]. No Python here.
 
 mod base;
@@ -15,6 +15,7 @@ pub mod item;
 pub mod layout;
 mod load;
 pub mod manifest;
+pub mod names;
 mod open;
 mod payload;
 mod plain;
@@ -29,9 +30,9 @@ pub use commit::{Commit, CommitStats, PromisedEntry, commit};
 pub use destination::Destination;
 pub use error::{Error, Result};
 pub use load::{ReadStats, TensorRead, VerifyMode, read};
-pub use open::{Checkpoint, Source, open};
+pub use open::{Beside, Checkpoint, Source, open};
 pub use payload::Payload;
 pub use plain::PlainTensor;
 pub use record::{RankRecord, StockEntry, stock_entries};
 pub use save::{SaveItem, write_items};
-pub use verify::verify;
+pub use verify::{Findings, verify};

@@ -1,10 +1,13 @@
 //! Which state is committed at a place: the newest valid manifest, or stock's `.metadata`.
 
+use std::collections::HashSet;
+
 use bytes::Bytes;
 use strata_io::{Error as IoError, Store};
 
-use crate::item::Item;
+use crate::item::{Item, Object};
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode};
+use crate::names::is_our_data_object;
 use crate::{Error, Result};
 
 /// Where the save_id stands: torch pickles storage_meta near the end of `.metadata`.
@@ -31,8 +34,27 @@ pub struct Checkpoint {
     pub source: Source,
     /// Ours, or what the caller made of `.metadata`.
     pub manifest: Manifest,
+    /// The newest manifest of ours, where `.metadata` is the truth and does not know it.
+    pub beside: Option<Box<Beside>>,
     /// What a person should know, such as a torn manifest that was passed over.
     pub warnings: Vec<String>,
+}
+
+/// A manifest that counts only if `.metadata` turns out not to be of a later save.
+#[derive(Debug, Clone)]
+pub struct Beside {
+    /// The manifest.
+    pub manifest: Manifest,
+    /// Whether a newer manifest is there, and damaged.
+    pub is_outdated: bool,
+}
+
+impl Beside {
+    /// Whether every object is this manifest's, and there are any.
+    pub(crate) fn holds_all(&self, objects: &[Object]) -> bool {
+        let names: HashSet<&str> = self.manifest.objects.iter().map(|object| object.name.as_str()).collect();
+        !objects.is_empty() && objects.iter().all(|object| names.contains(object.name.as_str()))
+    }
 }
 
 /// How `.metadata` relates to a manifest.
@@ -52,17 +74,17 @@ pub(crate) enum MetadataState {
 /// # Errors
 /// [`Error::NotFound`] if nothing is committed; [`Error::Manifest`] if what is there cannot be used.
 pub async fn open(store: &dyn Store, rank: Option<u32>) -> Result<Checkpoint> {
-    let mut foreign_to = None;
+    let mut foreign = None;
     for _ in 1..OPEN_TRIES {
-        match look(store, rank, foreign_to).await {
+        match look(store, rank, foreign.as_ref()).await {
             Ok(Look::Found(checkpoint)) => return Ok(*checkpoint),
-            Ok(Look::Foreign(number)) => foreign_to = Some(number),
+            Ok(Look::Foreign(found)) => foreign = Some(found),
             // Listed, then superseded and collected before it was read.
             Err(Error::Io(IoError::NotFound { .. })) => {}
             Err(error) => return Err(error),
         }
     }
-    match look(store, rank, foreign_to).await? {
+    match look(store, rank, foreign.as_ref()).await? {
         Look::Found(checkpoint) => Ok(*checkpoint),
         Look::Foreign(_) => {
             let detail = format!("saves were committed here during each of {OPEN_TRIES} looks");
@@ -74,25 +96,38 @@ pub async fn open(store: &dyn Store, rank: Option<u32>) -> Result<Checkpoint> {
 /// What one look at a place shows.
 enum Look {
     Found(Box<Checkpoint>),
-    /// `.metadata` knows nothing of the manifest with this number: stock saved later, or we did since the listing.
-    Foreign(u64),
+    /// `.metadata` knows nothing of the newest manifest: stock saved later, or we did since the listing.
+    Foreign(Foreign),
 }
 
-/// `foreign_to`: the manifest to which `.metadata` was foreign the last time; if it still is the newest, stock saved.
-async fn look(store: &dyn Store, rank: Option<u32>, foreign_to: Option<u64>) -> Result<Look> {
+/// The number of a manifest, and the end of a `.metadata` that does not know it.
+type Foreign = (u64, Option<Bytes>);
+
+/// `foreign`: what the last look found; if nothing has changed since, it was not we who saved.
+async fn look(store: &dyn Store, rank: Option<u32>, foreign: Option<&Foreign>) -> Result<Look> {
     let found = |checkpoint| Ok(Look::Found(Box::new(checkpoint)));
-    let Newest { manifest, incomplete, warnings } = newest(store, rank).await?;
+    let Newest { manifest, incomplete, is_outdated, warnings } = newest(store, rank).await?;
     let metadata = metadata_name(rank);
     let tail = metadata_tail(store, &metadata).await?;
     // A rank's index of a save that not all ranks have committed: nobody may take it for stock's, or the ranks load a mix.
     let is_incomplete = tail.as_deref().is_some_and(|tail| incomplete.iter().any(|id| carries(tail, id)));
     if let Some(manifest) = manifest {
         return match metadata_state(tail.as_deref(), &manifest) {
-            MetadataState::Foreign if !is_incomplete && foreign_to != Some(manifest.number) => {
-                Ok(Look::Foreign(manifest.number))
+            MetadataState::Foreign if !is_incomplete => {
+                let now = (manifest.number, tail);
+                if foreign != Some(&now) {
+                    return Ok(Look::Foreign(now));
+                }
+                let checkpoint = stock(store, &metadata, warnings).await?;
+                match &checkpoint.source {
+                    Source::Stock(bytes) if now.1.as_ref().is_some_and(|tail| bytes.ends_with(tail)) => {
+                        let beside = Some(Box::new(Beside { manifest, is_outdated }));
+                        found(Checkpoint { beside, ..checkpoint })
+                    }
+                    _ => Ok(Look::Foreign(now)),
+                }
             }
-            MetadataState::Foreign if !is_incomplete => found(stock(store, &metadata, warnings).await?),
-            _ => found(Checkpoint { source: Source::Strata, manifest, warnings }),
+            _ => found(Checkpoint { source: Source::Strata, manifest, beside: None, warnings }),
         };
     }
     if is_incomplete {
@@ -109,7 +144,10 @@ async fn look(store: &dyn Store, rank: Option<u32>, foreign_to: Option<u64>) -> 
 
 async fn stock(store: &dyn Store, metadata: &str, warnings: Vec<String>) -> Result<Checkpoint> {
     match store.read(metadata, None).await {
-        Ok(bytes) => Ok(Checkpoint { source: Source::Stock(bytes), manifest: Manifest::default(), warnings }),
+        Ok(bytes) => {
+            let (source, manifest) = (Source::Stock(bytes), Manifest::default());
+            Ok(Checkpoint { source, manifest, beside: None, warnings })
+        }
         Err(IoError::NotFound { .. }) => {
             let detail = format!("found neither a manifest in {FOLDER} nor {metadata}");
             Err(Error::NotFound { url: store.url().to_owned(), detail })
@@ -130,6 +168,8 @@ pub(crate) struct Newest {
     pub manifest: Option<Manifest>,
     /// save_ids of newer ones that not all ranks have.
     pub incomplete: Vec<String>,
+    /// Whether a newer one is damaged.
+    pub is_outdated: bool,
     /// What was passed over.
     pub warnings: Vec<String>,
 }
@@ -170,6 +210,7 @@ async fn newest_listed(store: &dyn Store, rank: Option<u32>) -> Result<Newest> {
             }
             Err(DecodeError::Unsupported(detail)) => return Err(Error::Unsupported { object, detail }),
             Err(DecodeError::Damaged(detail)) => {
+                found.is_outdated = true;
                 found.warnings.push(format!("{object}: {detail}; passed over"));
                 first_fault.get_or_insert(Error::Manifest { object, detail });
             }
@@ -245,6 +286,43 @@ pub(crate) fn metadata_state(tail: Option<&[u8]>, manifest: &Manifest) -> Metada
 }
 
 impl Checkpoint {
+    /// The checkpoint without its `.metadata`, which `reason` says cannot be read: the manifest beside it, if no other
+    /// save can have written that `.metadata`. See `docs/design/2026-11-28-unreadable-metadata.md`.
+    ///
+    /// # Errors
+    /// [`Error::Manifest`] if there is no manifest, or stock may have saved after it; what the store says.
+    pub async fn without_metadata(mut self, store: &dyn Store, reason: &str) -> Result<Self> {
+        let fault = |detail: String| Error::Manifest { object: store.url().to_owned(), detail };
+        let Some(Beside { manifest, is_outdated }) = self.beside.take().map(|beside| *beside) else {
+            return Err(fault(reason.to_owned()));
+        };
+        let number = manifest.number;
+        let undecided = |why: String| {
+            fault(format!(
+                "{reason}; {why}, so that nothing tells whether manifest {number} is the newest state: restore \
+                 .metadata, or remove it to read that manifest"
+            ))
+        };
+        if is_outdated {
+            return Err(undecided("a newer manifest is damaged".to_owned()));
+        }
+        let listed = store.list("").await?;
+        let is_foreign = |name: &str| name.ends_with(".distcp") && !is_our_data_object(name);
+        if let Some(object) = listed.iter().find(|object| is_foreign(&object.name)) {
+            return Err(undecided(format!("{} is not of a save of ours", object.name)));
+        }
+        self.keep(manifest, reason.to_owned());
+        Ok(self)
+    }
+
+    /// Takes `manifest` for the newest state although `.metadata` does not know it.
+    pub(crate) fn keep(&mut self, manifest: Manifest, reason: String) {
+        let number = manifest.number;
+        self.warnings.push(format!("{reason}; manifest {number} is read, and the next save here mends .metadata"));
+        self.manifest = manifest;
+        self.source = Source::Strata;
+    }
+
     /// Row of the item with this name and chunk, if there is one. Items of ours are sorted, stock's are by
     /// [`Checkpoint::set_stock_entries`].
     pub fn row(&self, fqn: &[u8], offsets: Option<&[u64]>) -> Option<usize> {

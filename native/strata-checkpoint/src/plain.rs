@@ -65,7 +65,7 @@ impl Checkpoint {
         }
         items.sort_by(|a, b| a.fqn.cmp(&b.fqn));
         let manifest = Manifest { objects, items, ..Manifest::default() };
-        Ok(Self { source: Source::Plain, manifest, warnings: Vec::new() })
+        Ok(Self { source: Source::Plain, manifest, beside: None, warnings: Vec::new() })
     }
 }
 

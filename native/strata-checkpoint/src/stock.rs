@@ -11,8 +11,9 @@ use strata_io::Store;
 use crate::container::{ContainerError, ParsedItem, Step, Window, dtype_bytes, parse, span};
 use crate::geometry::overlaps;
 use crate::item::{Item, Kind, Object};
-use crate::manifest::Manifest;
-use crate::open::Checkpoint;
+use crate::manifest::{FOLDER, Manifest};
+use crate::names::{is_inside, is_our_data_object};
+use crate::open::{Checkpoint, Source};
 use crate::record::StockEntry;
 use crate::{Error, Result};
 
@@ -20,7 +21,9 @@ use crate::{Error, Result};
 const READS_AHEAD: usize = 64;
 
 impl Checkpoint {
-    /// Takes what `.metadata` lists. Tensors count as [`Kind::TorchSave`] until [`resolve`] has looked at them.
+    /// Takes what `.metadata` lists; where that is all in a manifest [`Checkpoint::beside`] it, takes the manifest.
+    ///
+    /// Tensors count as [`Kind::TorchSave`] until [`resolve`] has looked at them.
     ///
     /// # Errors
     /// [`Error::Manifest`] if an entry leaves the checkpoint or overflows.
@@ -31,8 +34,7 @@ impl Checkpoint {
         for entry in entries {
             let end = entry.offset.checked_add(entry.length).filter(|end| *end <= i64::MAX as u64);
             let end = end.ok_or_else(|| fault(format!("an item of {:?} ends behind any file", entry.object)))?;
-            let hostile = entry.object.split('/').any(|part| part.is_empty() || part == "." || part == "..");
-            if hostile || entry.object.contains(['\\', '\0']) {
+            if !is_inside(&entry.object) {
                 return Err(fault(format!("{:?} is not a name inside the checkpoint", entry.object)));
             }
             let number = *numbers.entry(entry.object).or_insert_with_key(|name| {
@@ -60,8 +62,25 @@ impl Checkpoint {
             });
         }
         items.sort_by(|a, b| (&a.fqn, &a.offsets).cmp(&(&b.fqn, &b.offsets)));
+        if let Some(beside) = self.beside.take_if(|beside| beside.holds_all(&objects)) {
+            // Stock never writes into an object of ours, so nobody but us can have saved what this names.
+            self.keep(beside.manifest, format!("{url}/.metadata carries another save_id than the save that it lists"));
+            return Ok(());
+        }
         self.manifest = Manifest { objects, items, ..Manifest::default() };
+        self.warnings.extend(self.lost_manifest(url));
         Ok(())
+    }
+
+    /// What is wrong with a stock checkpoint whose data is ours: it had a manifest, and so digests.
+    pub(crate) fn lost_manifest(&self, url: &str) -> Option<String> {
+        let is_ours = |object: &&Object| is_our_data_object(&object.name);
+        let object = self.manifest.objects.iter().find(is_ours).filter(|_| matches!(self.source, Source::Stock(_)))?;
+        Some(format!(
+            "{url}: no manifest in {FOLDER} is of the save that wrote {}; it is read by .metadata alone, without its \
+             digests",
+            object.name
+        ))
     }
 }
 

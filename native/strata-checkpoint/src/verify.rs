@@ -1,13 +1,13 @@
 //! Reading and checking everything that a checkpoint holds, within bounded memory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
 use bytes::Bytes;
 use futures::FutureExt;
 use futures::stream::{self, StreamExt};
-use strata_io::Store;
 use strata_io::digest::{crc32, crc32_combine, xxh3};
+use strata_io::{Error as IoError, Store};
 
 use crate::container::{Frame, Placement, TensorSpec};
 use crate::item::{Item, Kind, num_blocks};
@@ -19,12 +19,32 @@ use crate::plan::{REQUEST_BYTES, block_range};
 /// Ranges read at a time, of at most [`REQUEST_BYTES`] each.
 const READS_AHEAD: usize = 4;
 
-/// Reads and checks every block, frame and inline payload; the second value names each damage.
+/// What a verification found.
+#[derive(Debug, Default)]
+pub struct Findings {
+    /// One sentence for each damage.
+    pub problems: Vec<String>,
+    /// One sentence for each object that could not be looked at, or not whole: nobody knows whether it is damaged.
+    pub unchecked: Vec<String>,
+}
+
+impl Findings {
+    /// Files a store's failure under what it means.
+    fn add(&mut self, error: &IoError, sentence: String) {
+        match error {
+            IoError::NotFound { .. } | IoError::Mismatch { .. } => self.problems.push(sentence),
+            _ => self.unchecked.push(sentence),
+        }
+    }
+}
+
+/// Reads and checks every block, frame and inline payload, `.metadata` excepted.
 ///
 /// Stock checkpoints: the CRC of each archive's tensor, where it has one; call [`crate::stock::resolve`] first.
-pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, Vec<String>) {
-    let mut problems = Vec::new();
-    let sizes = object_sizes(store, checkpoint, &mut problems).await;
+pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, Findings) {
+    let mut findings = Findings::default();
+    findings.problems.extend(checkpoint.lost_manifest(store.url()));
+    let sizes = object_sizes(store, checkpoint, &mut findings).await;
     let is_there = |item: &&Item| item.item_offset + item.item_bytes <= sizes[item.object as usize];
     let items: Vec<&Item> = unique_items(checkpoint).into_iter().filter(is_there).collect();
     let checks = items.iter().flat_map(|item| pieces(item).into_iter().map(move |piece| (*item, piece)));
@@ -32,31 +52,41 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, V
     let mut results = stream::iter(checks).buffered(READS_AHEAD);
     let mut stats = ReadStats::default();
     let mut whole = WholeCrcs::default();
+    let mut unreadable = HashSet::new();
     while let Some(piece) = results.next().await {
         stats.requests += 1;
+        if let Some(error) = &piece.failed {
+            // One sentence an object: what refuses one read most often refuses all.
+            if unreadable.insert(piece.item.object) {
+                findings.add(error, format!("{:?}: {error}", piece.item.name()));
+            }
+            continue;
+        }
         stats.bytes_read += piece.bytes;
         stats.blocks_verified += piece.blocks;
-        problems.extend(piece.problems);
+        findings.problems.extend(piece.problems);
         whole.add(piece.item, piece.crc32, piece.payload_bytes);
     }
     for (item, found) in whole.settled() {
         match item.whole_crc32 {
+            // Not all of it was read, which has been said.
+            _ if unreadable.contains(&item.object) => {}
             _ if !item.digests.is_empty() => {}
             None => stats.unverified_bytes += item.payload_bytes,
             Some(expected) if expected == found => stats.blocks_verified += num_blocks(item.payload_bytes),
-            Some(expected) => problems.push(format!(
+            Some(expected) => findings.problems.push(format!(
                 "{:?} in {}: expected crc32 {expected:#010x}, found {found:#010x}",
                 item.name(),
                 checkpoint.manifest.objects[item.object as usize].name
             )),
         }
     }
-    problems.extend(checkpoint.manifest.items.iter().filter_map(inline_problem));
-    (stats, problems)
+    findings.problems.extend(checkpoint.manifest.items.iter().filter_map(inline_problem));
+    (stats, findings)
 }
 
 /// Real size of each object; one that is missing, or shorter than its items need, is a problem, named once.
-async fn object_sizes(store: &dyn Store, checkpoint: &Checkpoint, problems: &mut Vec<String>) -> Vec<u64> {
+async fn object_sizes(store: &dyn Store, checkpoint: &Checkpoint, findings: &mut Findings) -> Vec<u64> {
     let mut sizes = Vec::new();
     for object in &checkpoint.manifest.objects {
         let size = store.size(&object.name).await;
@@ -64,9 +94,9 @@ async fn object_sizes(store: &dyn Store, checkpoint: &Checkpoint, problems: &mut
             Ok(size) if *size >= object.size => {}
             Ok(size) => {
                 let path = format!("{}/{}", store.url(), object.name);
-                problems.push(format!("{path}: expected {} bytes, found {size}", object.size));
+                findings.problems.push(format!("{path}: expected {} bytes, found {size}", object.size));
             }
-            Err(error) => problems.push(error.to_string()),
+            Err(error) => findings.add(error, error.to_string()),
         }
         sizes.push(size.unwrap_or(0));
     }
@@ -93,6 +123,7 @@ struct Piece<'a> {
     crc32: u32,
     blocks: u64,
     problems: Vec<String>,
+    failed: Option<IoError>,
 }
 
 async fn check_piece<'a>(store: &dyn Store, checkpoint: &Checkpoint, item: &'a Item, payload: Range<u64>) -> Piece<'a> {
@@ -108,11 +139,12 @@ async fn check_piece<'a>(store: &dyn Store, checkpoint: &Checkpoint, item: &'a I
         crc32: 0,
         blocks: 0,
         problems: Vec::new(),
+        failed: None,
     };
     let bytes = match store.read(name, Some(start..end)).await {
         Ok(bytes) => bytes,
         Err(error) => {
-            piece.problems.push(format!("{:?}: {error}", item.name()));
+            piece.failed = Some(error);
             return piece;
         }
     };

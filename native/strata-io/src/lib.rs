@@ -18,6 +18,6 @@ mod store;
 pub mod testing;
 
 pub use error::{Error, Result};
-pub use open::{IoConfig, open};
+pub use open::{IoConfig, SCHEMES, open};
 pub use remote::{PendingUpload, UPLOADS_FOLDER, discard_upload, pending_uploads};
 pub use store::{ObjectInfo, ObjectWriter, Part, PutMode, Store};

@@ -270,6 +270,16 @@ impl Store for LocalStore {
             .await
     }
 
+    async fn sweep(&self, prefix: &str) -> Result<()> {
+        let folder = self.shared.folder(prefix)?;
+        self.shared
+            .run(move |shared| {
+                shared.sweep(&folder);
+                Ok(())
+            })
+            .await
+    }
+
     async fn honours_create(&self) -> Result<bool> {
         Ok(true) // link, RENAME_NOREPLACE and O_EXCL all do, or answer that they cannot
     }

@@ -27,10 +27,13 @@ pub struct IoConfig {
     pub deadline: Duration,
 }
 
+/// Schemes of the URLs that [`open`] takes.
+pub const SCHEMES: [&str; 11] = ["file", "s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "http", "https", "memory"];
+
 /// Opens the store that `url` names.
 ///
 /// A local path or `file://`; `s3://bucket/prefix`; `gs://`; `az://`, `abfs://` and `abfss://`; `http://` and
-/// `https://`, read-only; `memory://name`, one map for each name in this process.
+/// `https://`, read-only; `memory://name`, one map for each name in this process. [`SCHEMES`] has them all.
 ///
 /// `options` are the store's own settings, named as the `object_store` crate names them in lower case
 /// (`endpoint`, `region`, `allow_http`, …). What they leave open is read from the environment, now: for S3 the
@@ -47,10 +50,11 @@ pub fn open(url: &str, options: &BTreeMap<String, String>, config: &IoConfig) ->
             Some(option) => Err(Error::Config(format!("no option {option:?} for local stores; there are none"))),
         };
     }
-    match remote::open::open(url, scheme, rest, options, config) {
-        Some(opened) => Ok(Arc::new(opened?)),
-        None => Err(Error::Config(format!(
-            "no store for the scheme {scheme:?}; there are: a local path, file, s3, gs, az, abfs, http, https, memory"
-        ))),
+    if !SCHEMES.contains(&scheme) {
+        return Err(Error::Config(format!(
+            "no store for the scheme {scheme:?} of {url:?}; known: {}",
+            SCHEMES.join(", ")
+        )));
     }
+    Ok(Arc::new(remote::open::open(url, scheme, rest, options, config)?))
 }

@@ -126,6 +126,12 @@ pub trait Store: Debug + Send + Sync {
     async fn abort_upload(&self, _name: &str, _upload_id: &str) -> Result<()> {
         Ok(())
     }
+
+    /// Removes what small writes of processes that have died left in the folder `prefix` (`""`, or ending in `/`), best
+    /// effort. A folder that is not there, and a store whose writes leave nothing, are no error.
+    async fn sweep(&self, _prefix: &str) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// An object in the making. Parts may be written concurrently and in any order.

@@ -20,7 +20,8 @@ use crate::store::Store;
 /// Adds this file's classes.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ReadStats>()?;
-    module.add_class::<Checkpoint>()
+    module.add_class::<Checkpoint>()?;
+    module.add_function(wrap_pyfunction!(is_inside, module)?)
 }
 
 /// What a read cost and checked.
@@ -37,6 +38,11 @@ impl From<core::ReadStats> for ReadStats {
         let core::ReadStats { requests, bytes_read, blocks_verified, unverified_bytes } = stats;
         Self { requests, bytes_read, blocks_verified, unverified_bytes }
     }
+}
+
+#[pyfunction]
+fn is_inside(path: &str) -> bool {
+    core::names::is_inside(path)
 }
 
 /// A checkpoint that is open for reading.
@@ -114,6 +120,11 @@ impl Checkpoint {
     }
 
     #[getter]
+    fn previous_save_id(&self) -> String {
+        self.now().manifest.previous_save_id.clone()
+    }
+
+    #[getter]
     fn number(&self) -> u64 {
         self.now().manifest.number
     }
@@ -168,13 +179,21 @@ impl Checkpoint {
         self.now().manifest.objects.iter().map(|object| (object.name.clone(), object.size)).collect()
     }
 
-    fn set_stock_entries(&self, items: Vec<RawStockEntry<Vec<u8>>>) -> PyResult<()> {
+    fn set_stock_entries(&self, items: Vec<RawStockEntry<Vec<u8>>>) -> PyResult<bool> {
         let entry = |(fqn, offsets, index, object, offset, length)| {
             let index: i64 = index;
             StockEntry { fqn, offsets, index: u32::try_from(index).ok(), object, offset, length }
         };
         let entries = items.into_iter().map(entry).collect();
-        self.change(|checkpoint| checkpoint.set_stock_entries(self.store.url(), entries)).map_err(to_py)
+        self.change(|checkpoint| checkpoint.set_stock_entries(self.store.url(), entries)).map_err(to_py)?;
+        Ok(self.is_stock())
+    }
+
+    fn without_metadata(&self, py: Python<'_>, reason: String) -> PyResult<()> {
+        let (store, checkpoint) = (self.store.clone(), (*self.now()).clone());
+        let kept = wait(py, async move { checkpoint.without_metadata(&*store, &reason).await })?;
+        *self.checkpoint.lock().expect("never poisoned") = Arc::new(kept);
+        Ok(())
     }
 
     fn rows(&self, keys: Vec<(Vec<u8>, Option<Vec<u64>>)>) -> Vec<i64> {
@@ -230,9 +249,9 @@ impl Checkpoint {
         Ok((blobs.iter().map(|bytes| PyBytes::new(py, bytes)).collect(), stats.into()))
     }
 
-    fn verify(&self, py: Python<'_>) -> PyResult<(ReadStats, Vec<String>)> {
+    fn verify(&self, py: Python<'_>) -> PyResult<(ReadStats, Vec<String>, Vec<String>)> {
         let (store, checkpoint) = (self.store.clone(), self.now());
-        let (stats, problems) = wait(py, async move {
+        let (stats, found) = wait(py, async move {
             let mut checkpoint = (*checkpoint).clone();
             let rows: Vec<usize> = (0..checkpoint.manifest.items.len()).collect();
             if checkpoint.source != Source::Strata {
@@ -240,7 +259,7 @@ impl Checkpoint {
             }
             Ok::<_, core::Error>(core::verify(&*store, &checkpoint).await)
         })?;
-        Ok((stats.into(), problems))
+        Ok((stats.into(), found.problems, found.unchecked))
     }
 }
 

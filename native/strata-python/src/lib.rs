@@ -8,11 +8,13 @@ mod save;
 mod store;
 
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 /// The Rust core of torch_strata; the stub `_native.pyi` is its documentation.
 #[pymodule(gil_used = true)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("SCHEMES", PyTuple::new(module.py(), strata_io::SCHEMES)?)?;
     module.add("TENSOR", strata_checkpoint::item::Kind::Tensor.code())?;
     module.add("BYTES", strata_checkpoint::item::Kind::Bytes.code())?;
     module.add("TORCH_SAVE", strata_checkpoint::item::Kind::TorchSave.code())?;

@@ -9,6 +9,7 @@ use strata_proto::v1::section::Kind;
 use super::columns::{Fault, decode_entries, decode_items};
 use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
 use crate::item::{Entry, Item, Object};
+use crate::names::is_plain;
 
 const PREAMBLE_BYTES: usize = 16;
 
@@ -123,10 +124,9 @@ fn from_header(header: &v1::ManifestHeader) -> Result<Manifest, Fault> {
     })
 }
 
-/// A manifest may name what lies beside it, nothing else: no path, no `..`.
+/// A manifest may name what lies beside it, nothing else.
 fn check_plain_name(name: &str) -> Result<(), Fault> {
-    let hostile = name.is_empty() || name == "." || name == ".." || name.contains(['/', '\\', '\0']);
-    if hostile { Err(format!("{name:?} is not a plain name")) } else { Ok(()) }
+    if is_plain(name) { Ok(()) } else { Err(format!("{name:?} is not a plain name")) }
 }
 
 fn check_items(items: &[Item], header: &v1::ManifestHeader, objects: &[Object]) -> Result<(), Fault> {

@@ -162,7 +162,7 @@ impl Shared {
     }
 
     /// Removes what processes that died left in `directory`: once a store and directory, best effort.
-    fn sweep(&self, directory: &Path) {
+    pub(super) fn sweep(&self, directory: &Path) {
         let mut swept = self.directories.swept.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if !swept.insert(directory.to_owned()) {
             return;

@@ -227,6 +227,22 @@ async fn a_put_removes_stale_staged_files_and_no_others() {
 }
 
 #[tokio::test]
+async fn a_sweep_removes_stale_staged_files_of_a_folder_that_nobody_writes_to() {
+    let folder = folder();
+    fs::create_dir(folder.path().join("sub")).expect("made");
+    for (name, age) in [("stale", 7200), ("fresh", 60)] {
+        let file = File::create(folder.path().join("sub").join(format!(".tmp-{name}"))).expect("created");
+        file.set_modified(SystemTime::now() - Duration::from_secs(age)).expect("set");
+    }
+    let store = store(folder.path());
+    for prefix in ["", "sub/", "not-there/"] {
+        store.sweep(prefix).await.expect("swept");
+    }
+    let left: Vec<_> = fs::read_dir(folder.path().join("sub")).expect("there").map(|e| e.expect("entry")).collect();
+    assert_eq!(left.iter().map(|entry| entry.file_name()).collect::<Vec<_>>(), [".tmp-fresh"]);
+}
+
+#[tokio::test]
 async fn a_full_disk_is_errno_28_and_abort_leaves_nothing() {
     let folder = folder();
     let store = store(folder.path());

@@ -25,28 +25,18 @@ const AZURE_LIMITS: PartLimits = PartLimits { min_bytes: 1, max_bytes: 4000 << 2
 /// In memory nothing is too small, so that tests of parts need few bytes.
 const MEMORY_LIMITS: PartLimits = PartLimits { min_bytes: 1, max_bytes: 1 << 40, max_parts: 10_000 };
 
-/// Opens a remote store, or says that `scheme` is none.
-pub(crate) fn open(
-    url: &str,
-    scheme: &str,
-    rest: &str,
-    options: &Options,
-    config: &IoConfig,
-) -> Option<Result<RemoteStore>> {
-    if !matches!(scheme, "s3" | "s3a" | "gs" | "az" | "azure" | "abfs" | "abfss" | "http" | "https" | "memory") {
-        return None;
-    }
+/// Opens a remote store; `scheme` is one of [`crate::SCHEMES`], not `file`.
+pub(crate) fn open(url: &str, scheme: &str, rest: &str, options: &Options, config: &IoConfig) -> Result<RemoteStore> {
     let (place, root) = rest.split_once('/').unwrap_or((rest, ""));
-    Some(checked(scheme, place, rest).and_then(|()| {
-        let bucket = match scheme {
-            "s3" | "s3a" => s3(place, options)?,
-            "gs" => google(place, options)?,
-            "http" | "https" => web(scheme, place, options)?,
-            "memory" => memory(place, options)?,
-            _ => azure(url, options)?,
-        };
-        Ok(RemoteStore::new(url, root, bucket, config))
-    }))
+    checked(scheme, place, rest)?;
+    let bucket = match scheme {
+        "s3" | "s3a" => s3(place, options)?,
+        "gs" => google(place, options)?,
+        "http" | "https" => web(scheme, place, options)?,
+        "memory" => memory(place, options)?,
+        _ => azure(url, options)?,
+    };
+    Ok(RemoteStore::new(url, root, bucket, config))
 }
 
 /// URLs stand in messages and logs, so none may carry a secret; what is refused here is not repeated.

@@ -170,6 +170,11 @@ impl<H: Hook> Store for Hooked<H> {
     async fn abort_upload(&self, name: &str, upload_id: &str) -> Result<()> {
         self.around(Kind::Abort, name, 0, self.inner.abort_upload(name, upload_id)).await
     }
+
+    /// Not a request of its own: it asks nothing of stores that are reached by requests.
+    async fn sweep(&self, prefix: &str) -> Result<()> {
+        self.inner.sweep(prefix).await
+    }
 }
 
 #[derive(Debug)]

@@ -36,11 +36,12 @@ fn start(variable: &str, arguments: &str) -> Child {
 static AZURITE: LazyLock<Emulator> = LazyLock::new(|| {
     let arguments = "--blobHost 127.0.0.1 --blobPort 0 --inMemoryPersistence --skipApiVersionCheck --disableTelemetry";
     let mut shell = start("STRATA_TEST_AZURITE", arguments);
-    let lines = BufReader::new(shell.stdout.take().expect("piped")).lines();
+    let mut lines = BufReader::new(shell.stdout.take().expect("piped")).lines().map_while(Result::ok);
     let endpoint = lines
-        .map(|line| line.expect("readable"))
         .find_map(|line| line.split_once("listens on ").map(|(_, url)| url.trim().to_owned()))
         .expect("azurite-blob says where it listens");
+    // It ends when nobody reads what it has to say.
+    std::thread::spawn(move || lines.for_each(drop));
     Emulator { endpoint, _shell: Mutex::new(shell) }
 });
 

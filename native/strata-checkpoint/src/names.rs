@@ -1,0 +1,51 @@
+//! Which names an index may hold, and which objects are ours. Pure.
+
+/// Whether `name` is one part of a path: what lies beside an index, nothing else.
+pub fn is_plain(name: &str) -> bool {
+    !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
+}
+
+/// Whether `path` leads to an object inside the checkpoint: plain parts, none of them a drive or a scheme.
+pub fn is_inside(path: &str) -> bool {
+    path.split('/').all(|part| is_plain(part) && !part.ends_with(':'))
+}
+
+/// Whether `name` is one that our saves give to data: `__{rank}_{k}.{32 hex digits}.distcp`. Stock's have no id.
+pub(crate) fn is_our_data_object(name: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let is_id = |text: &str| text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit());
+    let parts = || {
+        let (place, id) = name.strip_prefix("__")?.strip_suffix(".distcp")?.split_once('.')?;
+        let (rank, k) = place.split_once('_')?;
+        Some(is_number(rank) && is_number(k) && is_id(id))
+    };
+    parts().unwrap_or(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_inside_the_checkpoint_has_plain_parts() {
+        for path in ["__0_0.distcp", "data/x.distcp", "..x", "a..b", "a/b:c"] {
+            assert!(is_inside(path), "{path}");
+        }
+        let outside =
+            ["", "/x", "..", "../x", "../step-1/x", "a/../b", "a//b", "./a", "a\\b", "c:/x", "s3://b/x", "a\0"];
+        for path in outside {
+            assert!(!is_inside(path), "{path}");
+        }
+    }
+
+    #[test]
+    fn our_objects_are_told_from_those_of_stock() {
+        let id = "0123456789abcdef0123456789abcdef";
+        assert!(is_our_data_object(&format!("__12_3.{id}.distcp")));
+        let foreign =
+            ["__0_0.distcp".into(), format!("__0_0.{id}"), format!("__0_0.{id}0.distcp"), format!("__x_0.{id}.distcp")];
+        for name in foreign {
+            assert!(!is_our_data_object(&name), "{name}");
+        }
+    }
+}

@@ -1,0 +1,118 @@
+"""Whether the `.metadata` of a checkpoint of ours tells stock readers what the manifest tells us. Imports no torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch_strata import _native
+from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._opened import Opened, metadata_name
+from torch_strata.checkpoint._planner_data import decode_planner_data
+from torch_strata.checkpoint._unpickle import StockMetadata, load_stock_metadata, same_plain
+from torch_strata.errors import CorruptionError, ObjectNotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from torch_strata._types import TensorEntry
+
+__all__ = ["IndexFindings", "check_stock_index"]
+
+# One fault of a memo changes every entry that refers to it: the first few say enough.
+_SENTENCES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexFindings:
+    """What was found.
+
+    Attributes:
+        problems: One sentence for each damage.
+        notes: What is no damage, but means that stock readers see something else.
+        unchecked: Why it could not be read, if so.
+    """
+
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+
+
+@gc_paused()
+def check_stock_index(store: _native.Store, opened: Opened, *, rank: int | None) -> IndexFindings:
+    """Compare `.metadata` with the manifest of a checkpoint that we wrote.
+
+    Args:
+        store: The place's store.
+        opened: The checkpoint.
+        rank: To check the index of what that rank saved on its own, else None.
+    """
+    name = metadata_name(rank)
+    where = f"{opened.where}/{name}"
+    try:
+        stock = load_stock_metadata(store.read(name), where)
+    except ObjectNotFoundError:
+        note = f"{where} is not there: a save ended before it was written, and stock readers find nothing here"
+        return IndexFindings(notes=(f"{note} until the next save",))
+    except StorageError as error:
+        return IndexFindings(unchecked=(str(error),))
+    except CorruptionError as error:
+        return IndexFindings(problems=(f"{error}; stock readers need it, and the next save here writes it anew",))
+    previous = opened.native.previous_save_id
+    if previous and stock.save_id == previous:
+        return _of_previous_save(store, stock, where)
+    sentences = [f"{where}: {difference}" for difference in _differences(opened, stock)]
+    if len(sentences) > _SENTENCES:
+        sentences[_SENTENCES:] = [f"{where}: and {len(sentences) - _SENTENCES} more differences from the manifest"]
+    return IndexFindings(problems=tuple(sentences))
+
+
+def _of_previous_save(store: _native.Store, stock: StockMetadata, where: str) -> IndexFindings:
+    """A save ended between its manifest and its `.metadata`, so that nothing of the one before was removed."""
+    named = {item.relative_path for item in stock.items if "/" not in item.relative_path}
+    try:
+        missing = sorted(named - {name for name, _ in store.list("")})
+    except StorageError as error:
+        return IndexFindings(unchecked=(str(error),))
+    note = f"{where} is that of the save before the newest one: stock readers see the previous checkpoint"
+    lost = tuple(f"{where} names {name}, which is not there" for name in missing)
+    return IndexFindings(problems=lost, notes=(f"{note} until the next save here",))
+
+
+def _differences(opened: Opened, stock: StockMetadata) -> Iterator[str]:
+    if stock.save_id != opened.save_id:
+        yield f"save_id: expected {opened.save_id}, found {stock.save_id}"
+    expected = {entry[0]: _plain_entry(entry) for entry in opened.entries}
+    found = {entry[0]: _plain_entry(entry) for entry in stock.entries}
+    yield from _unequal("state_dict_metadata", expected, found)
+    placed = {(fqn, _tuple(offsets)): rest for fqn, offsets, *rest in opened.native.items()}
+    named = {
+        (item.fqn.encode("utf-8", "surrogatepass"), item.offsets): [
+            *(item.index, item.relative_path, item.offset, item.length),
+            *item.transforms,
+        ]
+        for item in stock.items
+    }
+    yield from _unequal("storage_data", placed, named)
+    if len(stock.items) != len(named):
+        yield f"storage_data: {len(stock.items) - len(named)} items stand twice"
+    try:
+        same = same_plain(decode_planner_data(opened.native.planner_data, opened.where), stock.planner_data)
+    except RecursionError:
+        same = False
+    if not same:
+        yield "planner_data: is not the manifest's"
+
+
+def _unequal(what: str, expected: dict[Any, Any], found: dict[Any, Any]) -> Iterator[str]:
+    for key in expected.keys() | found.keys():
+        if expected.get(key) != found.get(key):
+            yield f"{what}[{key!r:.200}]: expected {expected.get(key)!r:.300}, found {found.get(key)!r:.300}"
+
+
+def _plain_entry(entry: "TensorEntry") -> tuple[Any, ...]:
+    """The entry without its name, its chunks in one order: theirs is only a hint."""
+    _, is_tensor, dtype, size, strides, *properties, offsets, sizes = entry
+    chunks = sorted((tuple(offset), tuple(lengths)) for offset, lengths in zip(offsets, sizes, strict=True))
+    return is_tensor, dtype, tuple(size), _tuple(strides), *properties, chunks
+
+
+def _tuple(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
