@@ -72,12 +72,6 @@ async fn azurite() -> Place {
     Place::new(support::store(&format!("az://{container}/run"), &options, &config()))
 }
 
-async fn fake_gcs() -> Place {
-    let (endpoint, bucket) = emulators::gcs_bucket().await;
-    let options = [("base_url", endpoint.as_str()), ("allow_http", "true"), ("skip_signature", "true")];
-    Place::new(support::store(&format!("gs://{bucket}/run"), &options, &config()))
-}
-
 /// One test of one promise at one place.
 macro_rules! promise {
     ([$($ignored:meta)?] $place:ident $promise:ident) => {
@@ -132,11 +126,6 @@ all_promises!(
     #[ignore = "needs Azurite"]
     azurite,
     of_racing_creators_one_wins,
-    nothing_is_seen_before_the_end
-);
-all_promises!(
-    #[ignore = "needs fake-gcs-server"]
-    fake_gcs,
     nothing_is_seen_before_the_end
 );
 all_promises!(counting, of_racing_creators_one_wins, nothing_is_seen_before_the_end, a_dropped_object_leaves_nothing);

@@ -1,4 +1,4 @@
-//! Emulators of other clouds: programs that whoever runs these tests has installed and names in the environment.
+//! Azurite, Microsoft's emulator of its blob store: whoever runs these tests has installed it and names its program.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -45,23 +45,6 @@ static AZURITE: LazyLock<Emulator> = LazyLock::new(|| {
     Emulator { endpoint, _shell: Mutex::new(shell) }
 });
 
-static FAKE_GCS: LazyLock<Emulator> = LazyLock::new(|| {
-    // It does not say which port it got: one that is free now.
-    let free = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a port").local_addr().expect("bound").port();
-    let endpoint = format!("http://127.0.0.1:{free}");
-    let arguments = format!(
-        "-scheme http -host 127.0.0.1 -port {free} -backend memory -external-url {endpoint} -public-host 127.0.0.1:{free}"
-    );
-    let shell = start("STRATA_TEST_FAKE_GCS", &arguments);
-    for _ in 0..100 {
-        if std::net::TcpStream::connect(("127.0.0.1", free)).is_ok() {
-            return Emulator { endpoint, _shell: Mutex::new(shell) };
-        }
-        std::thread::sleep(std::time::Duration::from_millis(100));
-    }
-    panic!("fake-gcs-server does not listen on {endpoint}");
-});
-
 /// Endpoint of Azurite and a new container there.
 pub async fn azurite_container() -> (String, String) {
     let (container, endpoint) = (fresh("container"), format!("{}/{ACCOUNT}", AZURITE.endpoint));
@@ -76,13 +59,4 @@ pub async fn azurite_container() -> (String, String) {
     let answer = client().put(&url).headers(request.headers().clone()).send().await.expect("an answer");
     assert_eq!(answer.status().as_u16(), 201, "{}", answer.text().await.expect("a body"));
     (endpoint, container)
-}
-
-/// Endpoint of fake-gcs-server and a new bucket there.
-pub async fn gcs_bucket() -> (String, String) {
-    let (bucket, endpoint) = (fresh("bucket"), FAKE_GCS.endpoint.clone());
-    let url = format!("{endpoint}/storage/v1/b?project=test");
-    let answer = client().post(&url).body(format!(r#"{{"name":"{bucket}"}}"#)).send().await.expect("an answer");
-    assert_eq!(answer.status().as_u16(), 200, "{}", answer.text().await.expect("a body"));
-    (endpoint, bucket)
 }
