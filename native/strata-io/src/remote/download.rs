@@ -233,7 +233,8 @@ mod tests {
 
     #[test]
     fn targets_are_filled_and_digested_in_order_across_their_borders() {
-        for (kind, digest) in [(DigestKind::Xxh3, xxh3 as fn(&[u8]) -> u128), (DigestKind::Crc32, |b| crc32(b).into())] {
+        for (kind, digest) in [(DigestKind::Xxh3, xxh3 as fn(&[u8]) -> u128), (DigestKind::Crc32, |b| crc32(b).into())]
+        {
             let targets = [3, 0, 4, 0].map(LentMut::owned);
             let landed: Vec<LentMut> = targets.iter().map(LentMut::landing).collect();
             let mut sink = Sink::Targets(Targets::new(targets.into(), kind));
