@@ -4,6 +4,7 @@ Which one runs when, and what is timed, is decided elsewhere. Optional packages 
 """
 
 import importlib
+import importlib.util
 import os
 import shutil
 import warnings
@@ -60,16 +61,22 @@ def stock(state: dict[str, Any], *, num_threads: int) -> Contender:
     )
 
 
-def strata(state: dict[str, Any]) -> Contender:
-    """StrataWriter and StrataReader as a user gets them: verification on, defaults everywhere."""
+def strata(state: dict[str, Any], *, max_concurrency: int | None = None) -> Contender:
+    """StrataWriter and StrataReader as a user gets them: defaults but for `max_concurrency` where given."""
     module = importlib.import_module("torch_strata")
+    config = None if max_concurrency is None else module.StorageConfig(max_concurrency=max_concurrency)
     return Contender(
         kind=STRATA,
-        label=STRATA,
+        label=STRATA if max_concurrency is None else f"{STRATA}, max_concurrency={max_concurrency}",
         state=state,
-        writer=lambda place: module.StrataWriter(str(place)),
-        reader=lambda place: module.StrataReader(str(place)),
+        writer=lambda place: module.StrataWriter(str(place), config=config),
+        reader=lambda place: module.StrataReader(str(place), config=config),
     )
+
+
+def has_connector() -> bool:
+    """Whether s3torchconnector, which this project does not ask for, is installed."""
+    return importlib.util.find_spec("s3torchconnector") is not None
 
 
 def connector(state: dict[str, Any], *, endpoint: str, num_threads: int) -> Contender:

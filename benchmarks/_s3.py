@@ -163,6 +163,10 @@ def server(args: argparse.Namespace) -> Iterator[str]:
 
 def run(args: argparse.Namespace, directory: Path, report: dict[str, Any]) -> None:
     """Measure and add the two tables to `report`."""
+    if c.CONNECTOR not in args.without and not c.has_connector():
+        args.without = [*args.without, c.CONNECTOR]
+        missing = f"{c.CONNECTOR} is not beside ours: it is not installed (pip install 's3torchconnector[dcp]').\n"
+        report.setdefault("text", []).append(missing)
     with server(args) as endpoint:
         c.use_s3_environment(endpoint)
         bucket = Bucket(endpoint, args.bucket)
@@ -199,15 +203,17 @@ class _Run:
         if c.CONNECTOR not in args.without:
             found = [c.connector(self._state, endpoint=endpoint, num_threads=n) for n in args.stock_threads]
             self._connectors = {k.label: k for k in found}
-        self._chosen = [] if c.STRATA in args.without else [c.strata(self._state)]
+        # As shipped, for stores that are far away, and with as few requests at a time as the best raw way.
+        limits = [] if c.STRATA in args.without else [None, WAYS[-1].num_threads]
+        self._chosen = [c.strata(self._state, max_concurrency=limit) for limit in limits]
         self._requests: dict[str, str] = {}
         self._counted: dict[str, int] = {}
         self.size_gb = sum(map(len, self._views)) / GB
 
     @property
     def labels(self) -> dict[str, str]:
-        """Label of each chosen kind."""
-        return {k.kind: k.label for k in self._chosen}
+        """Label of each chosen kind; of its defaults where there are several."""
+        return {k.kind: k.label for k in reversed(self._chosen)}
 
     def save(self) -> tuple[dict[str, list[m.Sample]], dict[str, str]]:
         """Samples, and requests by kind of each label's last save. Every save meets an empty bucket."""

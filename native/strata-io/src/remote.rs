@@ -33,6 +33,7 @@ use tokio::sync::Semaphore;
 use self::answer::Doing;
 use self::http::Call;
 pub use self::journal::{PendingUpload, UPLOADS_FOLDER, discard_upload, pending_uploads};
+use crate::digest::DigestKind;
 use crate::lent::LentMut;
 use crate::retry::{Failure, Policy, Retry};
 use crate::schedule::PartLimits;
@@ -111,7 +112,17 @@ impl Store for RemoteStore {
     }
 
     async fn read_into(&self, name: &str, range: Range<u64>, targets: Vec<LentMut>) -> Result<()> {
-        download::into_targets(&self.remote, name, range, targets).await
+        download::into_targets(&self.remote, name, range, targets, DigestKind::None).await.map(|_| ())
+    }
+
+    async fn read_digested(
+        &self,
+        name: &str,
+        range: Range<u64>,
+        targets: Vec<LentMut>,
+        kind: DigestKind,
+    ) -> Result<Vec<u128>> {
+        download::into_targets(&self.remote, name, range, targets, kind).await
     }
 
     async fn read(&self, name: &str, range: Option<Range<u64>>) -> Result<Bytes> {

@@ -5,6 +5,7 @@ mod support;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use strata_io::digest::{self, DigestKind};
 use strata_io::lent::LentMut;
 use strata_io::testing::bench_server::BenchServer;
 use strata_io::{Error, PutMode, Store, pending_uploads};
@@ -167,6 +168,27 @@ async fn a_body_that_breaks_off_is_resumed_at_the_exact_byte() {
     assert_eq!(alias.as_slice(), &bytes[20_000..80_000]);
     let ranges: Vec<String> = place.proxy.heads("GET", "/o").iter().map(|head| header(head, "range:")).collect();
     assert_eq!(ranges, ["bytes=20000-79999", "bytes=21000-79999", "bytes=21500-79999"]);
+}
+
+#[tokio::test]
+async fn a_body_that_breaks_off_has_the_digests_of_one_that_does_not() {
+    let bytes = pattern(1_000_000);
+    let (range, borders) = (20_000..920_000, [0, 7, 7, 400_000, 900_000]);
+    let wanted = &bytes[range.start as usize..range.end as usize];
+    // In the first target, on a border, and in the middle of the last one; then a try that brings nothing.
+    let actions = [Action::Cut(3), Action::Cut(399_997), Action::Reset, Action::Cut(300_001)];
+    let numbered = || (1..).zip(actions.clone());
+    for (kind, digest) in
+        [(DigestKind::Xxh3, digest::xxh3 as fn(&[u8]) -> u128), (DigestKind::Crc32, |b| digest::crc32(b).into())]
+    {
+        let place = place(numbered().map(|(nth, action)| rule("GET", "/o", nth, action)).collect());
+        place.direct.put("o", bytes.clone(), PutMode::Overwrite).await.unwrap();
+        let targets = borders.windows(2).map(|pair| LentMut::owned(pair[1] - pair[0])).collect();
+        let digests = place.store.read_digested("o", range.clone(), targets, kind).await.unwrap();
+        let expected: Vec<u128> = borders.windows(2).map(|pair| digest(&wanted[pair[0]..pair[1]])).collect();
+        assert_eq!(digests, expected);
+        assert_eq!(place.proxy.heads("GET", "/o").len(), actions.len() + 1);
+    }
 }
 
 #[tokio::test]

@@ -1,6 +1,7 @@
 //! Reading a range straight into the memory it is for, whatever happens to the connection.
 //!
-//! A body that breaks off is resumed at the exact byte, and only from the same version of the object.
+//! A body that breaks off is resumed at the exact byte, and only from the same version of the object. Digests are
+//! taken of what has just been copied, while it is in cache, and go on where a resumed body does.
 
 use std::ops::Range;
 
@@ -11,6 +12,7 @@ use object_store::{GetOptions, GetRange};
 
 use super::answer::{Doing, wrong_length};
 use super::{Headers, Remote, names};
+use crate::digest::{DigestKind, RunningDigest};
 use crate::lent::LentMut;
 use crate::retry::{Failure, Retry};
 use crate::{Error, Result};
@@ -18,17 +20,28 @@ use crate::{Error, Result};
 /// Most bytes that are reserved ahead on a store's word for an object's size.
 const RESERVE_BYTES: u64 = 64 << 20;
 
-pub(super) async fn into_targets(remote: &Remote, name: &str, range: Range<u64>, targets: Vec<LentMut>) -> Result<()> {
+/// Copied and digested at a time: with its source it fits into a second-level cache.
+const STRIDE_BYTES: usize = 256 << 10;
+
+/// Fills `targets` with `range`, and returns the digest of each.
+pub(super) async fn into_targets(
+    remote: &Remote,
+    name: &str,
+    range: Range<u64>,
+    targets: Vec<LentMut>,
+    kind: DigestKind,
+) -> Result<Vec<u128>> {
     let wanted = range.end.saturating_sub(range.start);
     let lent: u64 = targets.iter().map(|target| target.len() as u64).sum();
     if lent != wanted {
         return Err(wrong_length(&remote.object(name), wanted, lent));
     }
-    if wanted == 0 {
-        return Ok(());
+    let mut read = Read::new(remote, name, Some(range), Sink::Targets(Targets::new(targets, kind)))?;
+    if wanted > 0 {
+        read.run(remote).await?;
     }
-    let mut read = Read::new(remote, name, Some(range), Sink::Targets { targets, index: 0, filled: 0 })?;
-    read.run(remote).await
+    let Sink::Targets(targets) = read.sink else { unreachable!("set above") };
+    Ok(targets.finish())
 }
 
 pub(super) async fn into_bytes(remote: &Remote, name: &str, range: Option<Range<u64>>) -> Result<Bytes> {
@@ -43,27 +56,64 @@ pub(super) async fn into_bytes(remote: &Remote, name: &str, range: Option<Range<
 
 /// Where the bytes go.
 enum Sink {
-    Targets { targets: Vec<LentMut>, index: usize, filled: usize },
+    Targets(Targets),
     Collected(Vec<u8>),
 }
 
 impl Sink {
     /// Takes the next bytes, of which there are never more than the targets hold.
+    fn put(&mut self, bytes: &[u8]) {
+        match self {
+            Self::Collected(all) => all.extend_from_slice(bytes),
+            Self::Targets(targets) => bytes.chunks(STRIDE_BYTES).for_each(|stride| targets.put(stride)),
+        }
+    }
+}
+
+/// Memory that is filled in order, and what was digested of it.
+struct Targets {
+    targets: Vec<LentMut>,
+    kind: DigestKind,
+    /// Of the targets that are full.
+    digests: Vec<u128>,
+    /// Of the first `filled` bytes of the next one.
+    running: RunningDigest,
+    filled: usize,
+}
+
+impl Targets {
+    fn new(targets: Vec<LentMut>, kind: DigestKind) -> Self {
+        Self { targets, kind, digests: Vec::new(), running: RunningDigest::new(kind), filled: 0 }
+    }
+
     fn put(&mut self, mut bytes: &[u8]) {
-        let (targets, index, filled) = match self {
-            Self::Collected(all) => return all.extend_from_slice(bytes),
-            Self::Targets { targets, index, filled } => (targets, index, filled),
-        };
         while !bytes.is_empty() {
-            let free = &mut targets[*index].as_mut_slice()[*filled..];
+            let target = self.targets[self.digests.len()].as_mut_slice();
+            let free = &mut target[self.filled..];
             let fitting = free.len().min(bytes.len());
             free[..fitting].copy_from_slice(&bytes[..fitting]);
+            // Of the target: what counts is what it holds.
+            self.running.update(&free[..fitting]);
             bytes = &bytes[fitting..];
-            *filled += fitting;
-            if *filled == targets[*index].len() {
-                (*index, *filled) = (*index + 1, 0);
+            self.filled += fitting;
+            if self.filled == target.len() {
+                self.close();
             }
         }
+    }
+
+    fn close(&mut self) {
+        let digest = std::mem::replace(&mut self.running, RunningDigest::new(self.kind));
+        self.digests.push(digest.finish());
+        self.filled = 0;
+    }
+
+    /// The digest of each target, all of which are full.
+    fn finish(mut self) -> Vec<u128> {
+        while self.digests.len() < self.targets.len() {
+            self.close(); // empty ones at the end
+        }
+        self.digests
     }
 }
 
@@ -179,16 +229,23 @@ fn changed(object: String) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::digest::{crc32, xxh3};
 
     #[test]
-    fn targets_are_filled_in_order_across_their_borders() {
-        let targets = vec![LentMut::owned(3), LentMut::owned(0), LentMut::owned(4)];
-        let mut sink = Sink::Targets { targets, index: 0, filled: 0 };
-        for piece in [&b"ab"[..], b"cde", b"fg"] {
-            sink.put(piece);
+    fn targets_are_filled_and_digested_in_order_across_their_borders() {
+        for (kind, digest) in [(DigestKind::Xxh3, xxh3 as fn(&[u8]) -> u128), (DigestKind::Crc32, |b| crc32(b).into())]
+        {
+            let targets = [3, 0, 4, 0].map(LentMut::owned);
+            let landed: Vec<LentMut> = targets.iter().map(LentMut::landing).collect();
+            let mut sink = Sink::Targets(Targets::new(targets.into(), kind));
+            for piece in [&b"ab"[..], b"cde", b"fg"] {
+                sink.put(piece);
+            }
+            let Sink::Targets(targets) = sink else { unreachable!() };
+            let expected = [&b"abc"[..], b"", b"defg", b""];
+            assert_eq!(targets.finish(), expected.map(digest));
+            let filled: Vec<&[u8]> = landed.iter().map(|target| target.as_slice()).collect();
+            assert_eq!(filled, expected);
         }
-        let Sink::Targets { targets, .. } = sink else { unreachable!() };
-        let filled: Vec<&[u8]> = targets.iter().map(|target| target.as_slice()).collect();
-        assert_eq!(filled, [&b"abc"[..], b"", b"defg"]);
     }
 }

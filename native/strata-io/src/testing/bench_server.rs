@@ -124,6 +124,11 @@ fn answer(head: &Head, stream: &mut TcpStream, buffered: &mut Vec<u8>, shared: &
             count("PUT part");
             objects.put_part(upload, part, body)
         }
+        ("PUT", false, ..) if head.header("x-amz-copy-source").is_some() => {
+            count("PUT copy");
+            let source = wire::decoded(head.header("x-amz-copy-source").unwrap_or_default());
+            objects.copy(source.trim_start_matches('/'), &path)
+        }
         ("PUT", false, ..) => {
             count("PUT object");
             objects.put(&path, body, head.metadata(), head.header("if-none-match").is_some())

@@ -148,6 +148,17 @@ impl Objects {
         Reply { status: 200, headers: vec![("etag".to_owned(), e_tag)], ..Reply::default() }
     }
 
+    pub(super) fn copy(&self, from: &str, to: &str) -> Reply {
+        let mut objects = self.objects.lock().expect("no panic while held");
+        let Some(object) = objects.get(from).cloned() else {
+            return Reply::error(404, "NoSuchKey");
+        };
+        let e_tag = self.e_tag();
+        objects.insert(to.to_owned(), Object { e_tag: e_tag.clone(), ..object });
+        let facts = format!("<ETag>{}</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified>", escaped(&e_tag));
+        Reply::xml(200, format!("<CopyObjectResult>{facts}</CopyObjectResult>"))
+    }
+
     pub(super) fn begin(&self, path: &str, metadata: Metadata) -> Reply {
         let id = format!("upload-{}", self.next.fetch_add(1, Ordering::Relaxed));
         let upload = Upload { metadata, parts: BTreeMap::new() };
