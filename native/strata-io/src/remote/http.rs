@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Limited};
@@ -133,7 +134,9 @@ impl HttpService for Service {
         let (parts, body) = response.into_parts();
         let body = Watched { body, call: call.clone(), stall: self.stall, sleep: None };
         call.note(|seen| note_head(seen, parts.status, &parts.headers));
-        if parts.status.is_success() && method != Method::POST {
+        // Of a batch of answers, as Azure gives to deletes, the crate reads each one.
+        let batch = parts.headers.get(CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"multipart/"));
+        if parts.status.is_success() && (method != Method::POST || batch) {
             return Ok(http::Response::from_parts(parts, HttpResponseBody::new(body)));
         }
         self.read_error(&call, parts, body).await
