@@ -166,7 +166,9 @@ def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], Any]:
         index = item.dest_index
         found = planner.state_dict.get(index.fqn)
         # An attribute could make a plain tensor one that DCP asks for its shards.
-        if type(found) not in PLAIN_TYPES or vars(found) or index.offset != torch.Size([0] * found.dim()):
+        if not isinstance(found, torch.Tensor) or type(found) not in PLAIN_TYPES or vars(found):
+            return planner.resolve_tensor(item)
+        if index.offset != torch.Size([0] * found.dim()):
             return planner.resolve_tensor(item)
         return planner.transform_tensor(item, found)
 
