@@ -1,7 +1,7 @@
 """One rank's part of a load: everything is resolved and compared before the first byte of a destination changes."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from torch_strata import _native
+from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._metadata import dtype_of, encode_fqn
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._payload import Trusted, load_tensor, load_value
-from torch_strata.checkpoint._tensors import is_plain, overlaps_itself, settled
+from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_plain, overlaps_itself, settled
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError, StrataError
 
@@ -88,6 +89,7 @@ class _Part:
         return self.item.type is LoadItemType.BYTE_IO or self.kind == _native.TORCH_SAVE or bool(self.transforms)
 
 
+@gc_paused()
 def load_plan(opened: Opened, plan: LoadPlan, planner: LoadPlanner, settings: LoadSettings) -> ReadStats:
     """Read every item of `plan` into `planner`'s state.
 
@@ -102,8 +104,9 @@ def load_plan(opened: Opened, plan: LoadPlan, planner: LoadPlanner, settings: Lo
     tensors = [part for part in parts if part.item.type is not LoadItemType.BYTE_IO]
     for part in values:
         _check_value(opened, part, planner)
+    resolve = _resolver(planner)
     for part in tensors:
-        _resolve(opened, part, planner, settings)
+        _resolve(opened, part, resolve, settings)
     stats = _read_blobs(opened, parts, settings)
     framed = [part for part in tensors if part.is_blob]
     stats = _read_regions(opened, [part for part in tensors if not part.is_blob], settings, stats)
@@ -148,9 +151,33 @@ def _check_value(opened: Opened, part: _Part, planner: LoadPlanner) -> None:
             )
 
 
-def _resolve(opened: Opened, part: _Part, planner: LoadPlanner, settings: LoadSettings) -> None:
+def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], Any]:
+    """`planner.resolve_tensor`; where that is DCP's own, a tensor that nothing shards is found without a search.
+
+    DCP asks of each object whether it implements a protocol, which takes longer than all that a load does with it.
+    """
+    if not isinstance(planner, DefaultLoadPlanner):
+        return planner.resolve_tensor
+    own = [getattr(method, "__func__", None) for method in (planner.resolve_tensor, planner.lookup_tensor)]
+    if own != [DefaultLoadPlanner.resolve_tensor, DefaultLoadPlanner.lookup_tensor]:
+        return planner.resolve_tensor
+
+    def resolve(item: ReadItem) -> Any:
+        index = item.dest_index
+        found = planner.state_dict.get(index.fqn)
+        # An attribute could make a plain tensor one that DCP asks for its shards.
+        if not isinstance(found, torch.Tensor) or type(found) not in PLAIN_TYPES or vars(found):
+            return planner.resolve_tensor(item)
+        if index.offset != torch.Size([0] * found.dim()):
+            return planner.resolve_tensor(item)
+        return planner.transform_tensor(item, found)
+
+    return resolve
+
+
+def _resolve(opened: Opened, part: _Part, resolve: Callable[[ReadItem], Any], settings: LoadSettings) -> None:
     item, name = part.item, f"{opened.where}: {part.fqn!r}"
-    found = _guarded(part, lambda: planner.resolve_tensor(item))
+    found = _guarded(part, lambda: resolve(item))
     if not isinstance(found, torch.Tensor):
         raise LayoutMismatchError(f"{name} is a tensor, the state to load into holds a {type(found).__name__}")
     part.target = settled(found)

@@ -1,6 +1,7 @@
 """Between DCP's `Metadata` and the plain entries that the Rust core keeps in a manifest."""
 
 import dataclasses
+import functools
 import os
 import pickle
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.cache
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of that name.
 

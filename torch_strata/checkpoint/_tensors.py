@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["contiguous_strides", "is_dense", "is_plain", "overlaps_itself", "settled"]
+__all__ = ["PLAIN_TYPES", "contiguous_strides", "is_dense", "is_plain", "overlaps_itself", "settled"]
 
 # What the Rust core frames itself. Left out: quantized dtypes, whose tensors need a quantizer, and integers below a
 # byte, which torch.save refuses too.
@@ -18,20 +18,19 @@ _FRAMED_DTYPES = frozenset(
 )
 
 # Exactly these: a subclass may keep its data elsewhere than its own storage says.
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, detached; a pending collective is waited for."""
-    wait = getattr(tensor, "wait", None)
-    if type(tensor).__name__ == "AsyncCollectiveTensor" and callable(wait):
+    if type(tensor).__name__ == "AsyncCollectiveTensor" and callable(wait := getattr(tensor, "wait", None)):
         tensor = wait()
     return tensor.detach()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its elements lie in its own storage as size, stride and offset say, in a dtype that Rust frames."""
-    return type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and tensor.dtype in _FRAMED_DTYPES
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and tensor.dtype in _FRAMED_DTYPES
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

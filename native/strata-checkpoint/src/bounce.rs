@@ -7,25 +7,35 @@ use strata_io::lent::LentMut;
 
 use crate::plan::REQUEST_BYTES;
 
-/// Buffers that stay allocated while nobody reads.
-const KEPT: usize = 8;
+/// Smallest buffer: a request whose blocks all have destinations still needs room for the frames between them.
+const LEAST_BYTES: u64 = 64 << 10;
+
+/// Buffers that stay allocated while nobody reads, all together.
+const KEPT_BYTES: usize = 128 << 20;
 
 static FREE: Mutex<Vec<LentMut>> = Mutex::new(Vec::new());
 
+/// Length of the buffer that holds `bytes`: powers of two up to a request's length, so that kept ones fit again.
+pub(crate) fn buffer_bytes(bytes: u64) -> u64 {
+    if bytes > REQUEST_BYTES { bytes } else { bytes.next_power_of_two().max(LEAST_BYTES) }
+}
+
 /// A buffer of at least `bytes`. Give it back with [`give`] once no operation can touch it.
 pub(crate) fn take(bytes: u64) -> LentMut {
-    if bytes <= REQUEST_BYTES
-        && let Some(buffer) = FREE.lock().expect("never poisoned").pop()
-    {
-        return buffer;
+    let wanted = buffer_bytes(bytes) as usize;
+    let mut free = FREE.lock().expect("never poisoned");
+    if let Some(at) = free.iter().position(|buffer| buffer.len() == wanted) {
+        return free.swap_remove(at);
     }
-    LentMut::owned(bytes.max(REQUEST_BYTES) as usize)
+    drop(free);
+    LentMut::owned(wanted)
 }
 
 /// Keeps the buffer for the next read.
 pub(crate) fn give(buffer: LentMut) {
     let mut free = FREE.lock().expect("never poisoned");
-    if buffer.len() as u64 == REQUEST_BYTES && free.len() < KEPT {
+    let kept: usize = free.iter().map(LentMut::len).sum();
+    if buffer.len() as u64 <= REQUEST_BYTES && kept + buffer.len() <= KEPT_BYTES {
         free.push(buffer);
     }
 }

@@ -131,8 +131,8 @@ async fn run(job: &Arc<Job>, budget: &ByteBudget, requests: Vec<Request>) -> Res
     let mut stats = ReadStats::default();
     let mut first_error = None;
     for request in requests {
-        // Whatever bounces takes a whole buffer of this size, so each request is counted as one.
-        let permit = budget.take((request.range.end - request.range.start).max(plan::REQUEST_BYTES)).await;
+        // What bounces of it is not known yet: at most all of it, in one buffer.
+        let permit = budget.take(bounce::buffer_bytes(request.range.end - request.range.start)).await;
         while let Some(done) = running.try_join_next() {
             first_error = first_error.or(done.expect("a read does not panic").err());
         }
@@ -192,8 +192,13 @@ async fn read_request(job: Arc<Job>, request: Request) -> Result<()> {
         check(&job, &landed.block, digests[landed.target])?;
     }
     let Some(buffer) = buffer else { return Ok(()) };
+    let bounced: Vec<Landed> = landed.into_iter().filter(|landed| !landed.direct).collect();
+    if bounced.is_empty() {
+        bounce::give(buffer); // it took only what lies between the blocks
+        return Ok(());
+    }
     let scatter = move || {
-        for Landed { block, memory, .. } in landed.iter().filter(|landed| !landed.direct) {
+        for Landed { block, memory, .. } in &bounced {
             for index in &block.destinations {
                 let _alone = job.shared[*index].then(|| job.filling.lock().expect("a copy does not panic"));
                 job.stored[*index].1.scatter(block.payload.start, memory.as_slice());

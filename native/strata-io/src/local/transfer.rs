@@ -203,14 +203,16 @@ impl OpenFile {
         let digest_of = |mut target: LentMut| {
             let bytes = target.as_mut_slice();
             let mut digest = RunningDigest::new(kind);
-            let mut done = 0;
+            let (mut done, mut is_cached) = (0, false);
             while done < bytes.len() {
                 let stride = done..bytes.len().min(done + DIGEST_STRIDE_BYTES);
                 let mut pieces = VecDeque::from([&mut bytes[stride.clone()]]);
                 let cached = match self.is_direct() {
+                    true if is_cached => self.read_while_cached(&mut pieces, at + done as u64),
                     true => self.read_cached(&mut pieces, at + done as u64),
                     false => 0,
                 };
+                is_cached = cached == stride.len();
                 let fresh = match cached == stride.len() {
                     true => stride,
                     // On a device, one large read beats many small ones: all that is left at once.
@@ -281,15 +283,27 @@ impl OpenFile {
         // One page first: asking for all would make the kernel read ahead what we then read directly.
         let mut moved = 0;
         let mut probe = take(pieces, PAGE_BYTES as usize);
-        let mut cached = read_nowait(&self.buffered, &mut probe, offset);
+        let cached = read_nowait(&self.buffered, &mut probe, offset);
         let probed = cached == probe.iter().map(|piece| piece.len()).sum::<usize>();
         take(&mut probe, cached);
         for rest in probe.into_iter().rev() {
             pieces.push_front(rest);
         }
         moved += cached;
-        while probed && cached > 0 && !pieces.is_empty() {
-            cached = read_nowait(&self.buffered, pieces, offset + moved as u64);
+        if probed && cached > 0 {
+            moved += self.read_while_cached(pieces, offset + moved as u64);
+        }
+        moved
+    }
+
+    /// As [`OpenFile::read_cached`] without the page first: for what follows bytes that were cached.
+    fn read_while_cached(&self, pieces: &mut VecDeque<&mut [u8]>, offset: u64) -> usize {
+        let mut moved = 0;
+        while !pieces.is_empty() {
+            let cached = read_nowait(&self.buffered, pieces, offset + moved as u64);
+            if cached == 0 {
+                break;
+            }
             take(pieces, cached);
             moved += cached;
         }
