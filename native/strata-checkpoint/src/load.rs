@@ -1,6 +1,7 @@
 //! Reading regions of tensors into the caller's memory, every block verified.
 
 mod check;
+mod together;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -14,8 +15,9 @@ use tokio::task::JoinSet;
 
 use self::check::Checks;
 pub(crate) use self::check::verify_block;
+pub use self::together::{Piece, Round, Together};
 use crate::destination::{Destination, watch};
-use crate::geometry::{Box as Region, StridedCopy};
+use crate::geometry::StridedCopy;
 use crate::open::{Checkpoint, Source};
 use crate::plan::{self, BlockRead, Request};
 use crate::{Error, Result, bounce};
@@ -67,9 +69,8 @@ pub async fn read(
     mode: VerifyMode,
 ) -> Result<(Vec<Bytes>, ReadStats)> {
     let items = &checkpoint.manifest.items;
-    check_blobs(&*store, &checkpoint, blobs).await?;
-    let mut buffers: Vec<LentMut> =
-        blobs.iter().map(|row| LentMut::owned(items[*row].payload_bytes as usize)).collect();
+    let sizes = blob_bytes(&*store, &checkpoint, blobs).await?;
+    let mut buffers: Vec<LentMut> = sizes.into_iter().map(|bytes| LentMut::owned(bytes as usize)).collect();
     let blob_reads = blobs.iter().zip(&mut buffers).map(|(row, buffer)| (*row, whole(buffer)));
     let wanted: Vec<(usize, Destination)> =
         tensors.into_iter().map(|read| (read.row, read.destination)).chain(blob_reads).collect();
@@ -78,9 +79,7 @@ pub async fn read(
         destination.scatter(0, items[*row].inline.as_deref().expect("partitioned so"));
     }
     let requests = plan::requests(items, &stored);
-    let shared = shared_memory(&stored);
-    let job =
-        Arc::new(Job { store, checkpoint, stored, shared, filling: Mutex::new(()), mode, checks: Checks::default() });
+    let job = Arc::new(Job::new(store, checkpoint, stored, mode, Arc::default()));
     let mut stats = run(&job, budget, requests).await?;
     let (verified, unverified) = job.checks.settle(&job.checkpoint, job.store.url())?;
     stats.blocks_verified = verified;
@@ -88,8 +87,13 @@ pub async fn read(
     Ok((buffers.iter().map(|buffer| Bytes::copy_from_slice(buffer.as_slice())).collect(), stats))
 }
 
+/// Lengths of the payloads of `blobs`, in bytes.
+///
 /// A `.metadata` can claim any length: memory is asked for only once the object is known to be that long.
-async fn check_blobs(store: &dyn Store, checkpoint: &Checkpoint, blobs: &[usize]) -> Result<()> {
+///
+/// # Errors
+/// [`Error::Manifest`] if an object is shorter than its items; what the store says.
+pub async fn blob_bytes(store: &dyn Store, checkpoint: &Checkpoint, blobs: &[usize]) -> Result<Vec<u64>> {
     let mut needed: BTreeMap<u32, u64> = BTreeMap::new();
     let items = blobs.iter().map(|row| &checkpoint.manifest.items[*row]).filter(|item| item.inline.is_none());
     for item in items {
@@ -104,14 +108,13 @@ async fn check_blobs(store: &dyn Store, checkpoint: &Checkpoint, blobs: &[usize]
             return Err(Error::Manifest { object: format!("{}/{name}", store.url()), detail });
         }
     }
-    Ok(())
+    Ok(blobs.iter().map(|row| checkpoint.manifest.items[*row].payload_bytes).collect())
 }
 
 /// A destination that takes a payload as it is.
 fn whole(buffer: &mut LentMut) -> Destination {
-    let bytes = buffer.len() as u64;
-    let region = Region { source_strides: &[1], first: &[0], lengths: &[bytes], destination_strides: &[1] };
-    Destination::of_buffer(buffer, StridedCopy::new(region, 1))
+    let copy = StridedCopy::of_bytes(0..buffer.len() as u64);
+    Destination::of_buffer(buffer, copy)
 }
 
 /// Everything that the requests of one read share.
@@ -123,7 +126,7 @@ struct Job {
     shared: Vec<bool>,
     filling: Mutex<()>,
     mode: VerifyMode,
-    checks: Checks,
+    checks: Arc<Checks>,
 }
 
 async fn run(job: &Arc<Job>, budget: &ByteBudget, requests: Vec<Request>) -> Result<ReadStats> {
@@ -206,6 +209,17 @@ async fn read_request(job: Arc<Job>, request: Request) -> Result<()> {
 }
 
 impl Job {
+    fn new(
+        store: Arc<dyn Store>,
+        checkpoint: Arc<Checkpoint>,
+        stored: Vec<(usize, Destination)>,
+        mode: VerifyMode,
+        checks: Arc<Checks>,
+    ) -> Self {
+        let shared = shared_memory(&stored);
+        Self { store, checkpoint, stored, shared, filling: Mutex::new(()), mode, checks }
+    }
+
     /// What the store takes on the way: the digest that there is to compare with.
     fn digest_kind(&self) -> DigestKind {
         match self.checkpoint.source {

@@ -9,7 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use strata_checkpoint::Destination;
 use strata_checkpoint::geometry::StridedCopy;
-use strata_io::lent::{Lease, lend};
+use strata_io::lent::{Lease, LentMut, lend};
 
 /// Python objects whose memory is lent. The last operation that can touch the memory drops it, on any thread.
 #[derive(Default)]
@@ -65,6 +65,12 @@ impl Owners {
 pub(crate) fn lend_memory(address: usize, bytes: usize, lease: &Lease) -> Bytes {
     // SAFETY: Python promises (_native.pyi) that the object kept under the lease owns this memory.
     unsafe { lend(address as *const u8, bytes, lease.clone()) }
+}
+
+/// `bytes` of memory at `address` to be written, owned by something under `lease`.
+pub(crate) fn lend_buffer(address: usize, bytes: usize, lease: &Lease) -> LentMut {
+    // SAFETY: as above; Python touches it only between the calls of `_native.Round`.
+    unsafe { LentMut::new(address as *mut u8, bytes, lease.clone()) }
 }
 
 /// A destination at `address`, owned by something under `lease`.

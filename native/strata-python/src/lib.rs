@@ -6,6 +6,7 @@ mod errors;
 mod runtime;
 mod save;
 mod store;
+mod together;
 
 use pyo3::prelude::*;
 
@@ -18,5 +19,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("TORCH_SAVE", strata_checkpoint::item::Kind::TorchSave.code())?;
     module.add_class::<store::Store>()?;
     save::register(module)?;
-    checkpoint::register(module)
+    checkpoint::register(module)?;
+    together::register(module)
 }
