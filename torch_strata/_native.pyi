@@ -214,7 +214,7 @@ class Checkpoint:
     def objects(self) -> list[tuple[str, int]]: ...
     def set_stock_entries(self, items: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]) -> None: ...
     def rows(self, keys: Sequence[tuple[bytes, tuple[int, ...] | None]]) -> list[int]:
-        """Row of each `(fqn, offsets)`; -1 where nothing is stored under that key."""
+        """Row of each `(fqn, offsets)`, one for all names of a payload; -1 where nothing is stored under that key."""
     def describe(self, rows: Sequence[int]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
         """`(kind, dtype, shape, strides)` as really stored.
 

@@ -227,25 +227,34 @@ def _separated(parts: Sequence[_Part]) -> tuple[list[_Part], list[_Part]]:
     for part in parts:
         if part.target.numel():
             distinct.setdefault((_place(part.target), part.row, tuple(part.item.storage_offsets)), part)
-    plain = [part for part in distinct.values() if is_plain(part.target)]
-    extents = sorted((*_extent(part.target), index) for index, part in enumerate(plain))
-    shared: set[int] = set()
+    # Parts of one destination are boxes of it, which do not overlap however their rows interleave in memory.
+    places: dict[Any, list[_Part]] = {}
+    for part in distinct.values():
+        places.setdefault(part.item.dest_index if is_plain(part.target) else None, []).append(part)
+    apart = places.pop(None, [])
+    extents = sorted((*_extent(members), number) for number, members in enumerate(places.values()))
+    clashing: set[int] = set()
     furthest: tuple[str, int, int, int] | None = None
     for extent in extents:
-        device, start, end, index = extent
-        if furthest is not None and device == furthest[0] and start < furthest[2]:
-            shared |= {index, furthest[3]}
-        if furthest is None or device != furthest[0] or end > furthest[2]:
+        device, start, end, number = extent
+        is_near = furthest is not None and device == furthest[0]
+        if furthest is not None and is_near and start < furthest[2]:
+            clashing |= {number, furthest[3]}
+        if furthest is None or not is_near or end > furthest[2]:
             furthest = extent
-    joint = [part for index, part in enumerate(plain) if index not in shared]
-    taken = {id(part) for part in joint}
-    return joint, [part for part in distinct.values() if id(part) not in taken]
+    joint: list[_Part] = []
+    for number, members in enumerate(places.values()):
+        (apart if number in clashing else joint).extend(members)
+    return joint, apart
 
 
-def _extent(target: torch.Tensor) -> tuple[str, int, int]:
-    """Device, address of the first element, and one past the last."""
-    elements = 1 + sum((n - 1) * stride for n, stride in zip(target.shape, target.stride(), strict=True))
-    return str(target.device), target.data_ptr(), target.data_ptr() + elements * target.dtype.itemsize
+def _extent(parts: Sequence[_Part]) -> tuple[str, int, int]:
+    """Device of the parts of one destination, their lowest address, and one past the highest."""
+    ends = []
+    for target in (part.target for part in parts):
+        elements = 1 + sum((n - 1) * stride for n, stride in zip(target.shape, target.stride(), strict=True))
+        ends.append(target.data_ptr() + elements * target.dtype.itemsize)
+    return str(parts[0].target.device), min(part.target.data_ptr() for part in parts), max(ends)
 
 
 def _share_blobs(

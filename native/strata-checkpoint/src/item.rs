@@ -76,6 +76,16 @@ impl Item {
         self.item_offset + self.payload_skip
     }
 
+    /// Whether both are names of one payload.
+    pub fn is_stored_as(&self, other: &Self) -> bool {
+        let place =
+            |item: &Self| (item.object, item.item_offset, item.item_bytes, item.payload_skip, item.payload_bytes);
+        let kind = |item: &Self| (item.kind, item.dtype.clone());
+        place(self) == place(other)
+            && kind(self) == kind(other)
+            && (&self.shape, &self.strides) == (&other.shape, &other.strides)
+    }
+
     /// The copy of a box, in elements, to memory with these strides; of what is no tensor, all of it as it is.
     ///
     /// None if the box is not in what is stored.

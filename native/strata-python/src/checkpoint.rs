@@ -179,9 +179,7 @@ impl Checkpoint {
     }
 
     fn rows(&self, keys: Vec<(Vec<u8>, Option<Vec<u64>>)>) -> Vec<i64> {
-        let checkpoint = self.now();
-        let row = |(fqn, offsets): &(Vec<u8>, Option<Vec<u64>>)| checkpoint.row(fqn, offsets.as_deref());
-        keys.iter().map(|key| row(key).map_or(-1, |row| row as i64)).collect()
+        self.now().rows(&keys).into_iter().map(|row| row.map_or(-1, |row| row as i64)).collect()
     }
 
     fn describe(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<Vec<Described>> {
