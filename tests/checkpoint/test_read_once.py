@@ -346,7 +346,7 @@ def test_what_ranks_saved_on_their_own_is_read_on_their_own(tmp_path):
 
 
 def use_groups_oddly(rank: int, place: str) -> Any:
-    """How many groups a reader refuses that are none, or not this rank's; and what it loads as a copy through pickle."""
+    """How many groups a reader refuses that are none, or not this rank's; and what its pickled copy loads."""
     others = dist.new_group([0])
     refusals = []
     for group in ("gloo", others if rank == 1 else object()):

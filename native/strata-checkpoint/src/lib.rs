@@ -21,6 +21,7 @@ mod plan;
 mod record;
 mod save;
 pub mod share;
+mod siblings;
 pub mod stock;
 mod verify;
 

@@ -20,6 +20,7 @@ use crate::destination::{Destination, watch};
 use crate::geometry::StridedCopy;
 use crate::open::{Checkpoint, Source};
 use crate::plan::{self, BlockRead, Request};
+use crate::siblings::{Siblings, explained};
 use crate::{Error, Result, bounce};
 
 /// One region of one row, and the memory that it fills.
@@ -79,7 +80,7 @@ pub async fn read(
         destination.scatter(0, items[*row].inline.as_deref().expect("partitioned so"));
     }
     let requests = plan::requests(items, &stored);
-    let job = Arc::new(Job::new(store, checkpoint, stored, mode, Arc::default()));
+    let job = Arc::new(Job::new(store, checkpoint, stored, mode, Arc::default())?);
     let mut stats = run(&job, budget, requests).await?;
     let (verified, unverified) = job.checks.settle(&job.checkpoint, job.store.url())?;
     stats.blocks_verified = verified;
@@ -100,12 +101,14 @@ pub async fn blob_bytes(store: &dyn Store, checkpoint: &Checkpoint, blobs: &[usi
         let end = needed.entry(item.object).or_default();
         *end = (*end).max(item.item_offset + item.item_bytes);
     }
-    for (object, end) in needed {
-        let name = object_path(checkpoint, object);
-        let size = store.size(&name).await?;
+    let siblings = Siblings::of(store, &checkpoint.manifest)?;
+    for (number, end) in needed {
+        let object = &checkpoint.manifest.objects[number as usize];
+        let size = siblings.place(store, object).size(&object.name).await;
+        let size = size.map_err(|error| explained(error, store.url(), object))?;
         if size < end {
             let detail = format!("expected at least {end} bytes, found {size}");
-            return Err(Error::Manifest { object: format!("{}/{name}", store.url()), detail });
+            return Err(Error::Manifest { object: object_path(store.url(), checkpoint, number), detail });
         }
     }
     Ok(blobs.iter().map(|row| checkpoint.manifest.items[*row].payload_bytes).collect())
@@ -120,6 +123,7 @@ fn whole(buffer: &mut LentMut) -> Destination {
 /// Everything that the requests of one read share.
 struct Job {
     store: Arc<dyn Store>,
+    siblings: Siblings,
     checkpoint: Arc<Checkpoint>,
     stored: Vec<(usize, Destination)>,
     /// Which of `stored` may share memory with another: those are filled one at a time, from buffers.
@@ -188,9 +192,9 @@ struct Landed {
 async fn read_request(job: Arc<Job>, request: Request) -> Result<()> {
     let object = &job.checkpoint.manifest.objects[request.object as usize];
     let (targets, landed, buffer) = place(&job, &request);
-    let name = object_path(&job.checkpoint, request.object);
-    let digests = job.store.read_digested(&name, request.range.clone(), targets, job.digest_kind()).await;
-    let digests = digests.map_err(|error| named(error, object))?;
+    let place = job.siblings.place(&*job.store, object);
+    let digests = place.read_digested(&object.name, request.range.clone(), targets, job.digest_kind()).await;
+    let digests = digests.map_err(|error| named(error, job.store.url(), object))?;
     for landed in &landed {
         check(&job, &landed.block, digests[landed.target])?;
     }
@@ -215,9 +219,10 @@ impl Job {
         stored: Vec<(usize, Destination)>,
         mode: VerifyMode,
         checks: Arc<Checks>,
-    ) -> Self {
+    ) -> Result<Self> {
+        let siblings = Siblings::of(&*store, &checkpoint.manifest)?;
         let shared = shared_memory(&stored);
-        Self { store, checkpoint, stored, shared, filling: Mutex::new(()), mode, checks }
+        Ok(Self { store, siblings, checkpoint, stored, shared, filling: Mutex::new(()), mode, checks })
     }
 
     /// What the store takes on the way: the digest that there is to compare with.
@@ -236,24 +241,24 @@ fn check(job: &Job, block: &BlockRead, digest: u128) -> Result<()> {
         job.checks.note_unverified(block, digest as u32);
         return Ok(());
     }
-    let object = || format!("{}/{}", job.store.url(), object_path(&job.checkpoint, item.object));
+    let object = || object_path(job.store.url(), &job.checkpoint, item.object);
     verify_block(item, block.block, digest, object)?;
     job.checks.note_verified();
     Ok(())
 }
 
-/// Path of an object relative to the checkpoint; one of a sibling goes through the run root, as stock follows it.
-pub(crate) fn object_path(checkpoint: &Checkpoint, object: u32) -> String {
-    checkpoint.manifest.objects[object as usize].name.clone()
+/// An object of the checkpoint at `url`, for messages.
+pub(crate) fn object_path(url: &str, checkpoint: &Checkpoint, object: u32) -> String {
+    format!("{url}/{}", checkpoint.manifest.path_of(object))
 }
 
-fn named(error: strata_io::Error, object: &crate::item::Object) -> Error {
+fn named(error: strata_io::Error, own: &str, object: &crate::item::Object) -> Error {
     match error {
         strata_io::Error::Mismatch { object: url, expected, found } => {
             let detail = format!("expected {expected}, found {found} (the manifest says {} bytes)", object.size);
             Error::Manifest { object: url, detail }
         }
-        error => error.into(),
+        error => explained(error, own, object),
     }
 }
 

@@ -12,9 +12,10 @@ use strata_io::digest::{crc32, crc32_combine, xxh3};
 use crate::container::{Frame, Placement, TensorSpec};
 use crate::item::{Item, Kind, num_blocks};
 use crate::layout;
-use crate::load::{ReadStats, verify_block};
+use crate::load::{ReadStats, object_path, verify_block};
 use crate::open::{Checkpoint, Source};
 use crate::plan::{REQUEST_BYTES, block_range};
+use crate::siblings::{Siblings, explained};
 
 /// Ranges read at a time, of at most [`REQUEST_BYTES`] each.
 const READS_AHEAD: usize = 4;
@@ -24,11 +25,16 @@ const READS_AHEAD: usize = 4;
 /// Stock checkpoints: the CRC of each archive's tensor, where it has one; call [`crate::stock::resolve`] first.
 pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, Vec<String>) {
     let mut problems = Vec::new();
-    let sizes = object_sizes(store, checkpoint, &mut problems).await;
+    let siblings = match Siblings::of(store, &checkpoint.manifest) {
+        Ok(siblings) => siblings,
+        Err(error) => return (ReadStats::default(), vec![error.to_string()]),
+    };
+    let sizes = object_sizes(store, &siblings, checkpoint, &mut problems).await;
     let is_there = |item: &&Item| item.item_offset + item.item_bytes <= sizes[item.object as usize];
     let items: Vec<&Item> = unique_items(checkpoint).into_iter().filter(is_there).collect();
     let checks = items.iter().flat_map(|item| pieces(item).into_iter().map(move |piece| (*item, piece)));
-    let checks: Vec<_> = checks.map(|(item, range)| check_piece(store, checkpoint, item, range).boxed()).collect();
+    let checks: Vec<_> =
+        checks.map(|(item, range)| check_piece(store, &siblings, checkpoint, item, range).boxed()).collect();
     let mut results = stream::iter(checks).buffered(READS_AHEAD);
     let mut stats = ReadStats::default();
     let mut whole = WholeCrcs::default();
@@ -47,7 +53,7 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, V
             Some(expected) => problems.push(format!(
                 "{:?} in {}: expected crc32 {expected:#010x}, found {found:#010x}",
                 item.name(),
-                checkpoint.manifest.objects[item.object as usize].name
+                checkpoint.manifest.path_of(item.object)
             )),
         }
     }
@@ -56,17 +62,22 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, V
 }
 
 /// Real size of each object; one that is missing, or shorter than its items need, is a problem, named once.
-async fn object_sizes(store: &dyn Store, checkpoint: &Checkpoint, problems: &mut Vec<String>) -> Vec<u64> {
+async fn object_sizes(
+    store: &dyn Store,
+    siblings: &Siblings,
+    checkpoint: &Checkpoint,
+    problems: &mut Vec<String>,
+) -> Vec<u64> {
     let mut sizes = Vec::new();
-    for object in &checkpoint.manifest.objects {
-        let size = store.size(&object.name).await;
+    for (number, object) in checkpoint.manifest.objects.iter().enumerate() {
+        let size = siblings.place(store, object).size(&object.name).await;
         match &size {
             Ok(size) if *size >= object.size => {}
             Ok(size) => {
-                let path = format!("{}/{}", store.url(), object.name);
+                let path = object_path(store.url(), checkpoint, number as u32);
                 problems.push(format!("{path}: expected {} bytes, found {size}", object.size));
             }
-            Err(error) => problems.push(error.to_string()),
+            Err(error) => problems.push(explained(error.clone(), store.url(), object).to_string()),
         }
         sizes.push(size.unwrap_or(0));
     }
@@ -95,9 +106,15 @@ struct Piece<'a> {
     problems: Vec<String>,
 }
 
-async fn check_piece<'a>(store: &dyn Store, checkpoint: &Checkpoint, item: &'a Item, payload: Range<u64>) -> Piece<'a> {
-    let name = &checkpoint.manifest.objects[item.object as usize].name;
-    let object = || format!("{}/{name}", store.url());
+async fn check_piece<'a>(
+    store: &dyn Store,
+    siblings: &Siblings,
+    checkpoint: &Checkpoint,
+    item: &'a Item,
+    payload: Range<u64>,
+) -> Piece<'a> {
+    let stored = &checkpoint.manifest.objects[item.object as usize];
+    let object = || object_path(store.url(), checkpoint, item.object);
     let start = if payload.start == 0 { item.item_offset } else { item.payload_offset() + payload.start };
     let is_last = payload.end == item.payload_bytes;
     let end = if is_last { item.item_offset + item.item_bytes } else { item.payload_offset() + payload.end };
@@ -109,7 +126,7 @@ async fn check_piece<'a>(store: &dyn Store, checkpoint: &Checkpoint, item: &'a I
         blocks: 0,
         problems: Vec::new(),
     };
-    let bytes = match store.read(name, Some(start..end)).await {
+    let bytes = match siblings.place(store, stored).read(&stored.name, Some(start..end)).await {
         Ok(bytes) => bytes,
         Err(error) => {
             piece.problems.push(format!("{:?}: {error}", item.name()));

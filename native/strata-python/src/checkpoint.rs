@@ -161,7 +161,7 @@ impl Checkpoint {
     fn items<'py>(&self, py: Python<'py>) -> Vec<RawStockEntry<Bound<'py, PyBytes>>> {
         let checkpoint = self.now();
         let manifest = &checkpoint.manifest;
-        let entry = |item: &Item| stock_to_py(py, StockEntry::of(item.clone(), &manifest.objects));
+        let entry = |item: &Item| stock_to_py(py, StockEntry::of(item.clone(), manifest.path_of(item.object)));
         manifest.items.iter().map(entry).collect()
     }
 

@@ -118,7 +118,7 @@ impl Together {
         let stored: Vec<(usize, Destination)> = tensors.into_iter().map(|t| (t.row, t.destination)).collect();
         let blocks = self.blocks(round, &stored);
         let job = Job::new(self.store.clone(), self.checkpoint.clone(), stored, self.mode, self.checks.clone());
-        let job = Arc::new(job);
+        let job = Arc::new(job?);
         let (alone, shared): (Vec<_>, Vec<_>) = blocks.into_iter().partition(|block| block.needers.len() == 1);
         let alone = alone.into_iter().map(|block| (block.object, block.read)).collect();
 
@@ -127,7 +127,7 @@ impl Together {
         // Verified here, and again where it is taken up: what it notes of stock items is noted there.
         let checks = Arc::default();
         let kept = Job::new(self.store.clone(), self.checkpoint.clone(), destinations, VerifyMode::InPlace, checks);
-        let kept = Arc::new(kept);
+        let kept = Arc::new(kept?);
 
         let (first, second) =
             tokio::join!(run(&job, &self.budget, joined(alone)), run(&kept, &self.budget, joined(own)));
