@@ -19,7 +19,9 @@ __all__ = [
     "Checkpoint",
     "CommitStats",
     "ReadStats",
+    "Round",
     "Store",
+    "Together",
     "__version__",
     "claim_generation",
     "commit",
@@ -234,7 +236,7 @@ class Checkpoint:
             ManifestError: With `reason`, if there is no manifest, or stock may have saved after it.
         """
     def rows(self, keys: Sequence[tuple[bytes, tuple[int, ...] | None]]) -> list[int]:
-        """Row of each `(fqn, offsets)`; -1 where nothing is stored under that key."""
+        """Row of each `(fqn, offsets)`, one for all names of a payload; -1 where nothing is stored under that key."""
     def describe(self, rows: Sequence[int]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
         """`(kind, dtype, shape, strides)` as really stored.
 
@@ -262,5 +264,72 @@ class Checkpoint:
         Every block that is touched is verified. After a CorruptionError the destinations are undefined,
         unless `verify="before"`.
         """
+    def blob_bytes(self, rows: Sequence[int]) -> list[int]:
+        """Length of each payload, once its object is known to be that long.
+
+        Raises:
+            ManifestError: If an object is shorter.
+        """
     def verify(self) -> tuple[ReadStats, list[str], list[str]]:
         """Read and check everything but `.metadata`: each damage, then each object that could not be looked at."""
+
+@final
+class Together:
+    """What the ranks of a group read together: each block leaves the store once and is handed on, in rounds.
+
+    A region is `(row, first element, lengths)`; of rows that are no tensor it is all, and the others are empty.
+    """
+
+    def __new__(
+        cls, checkpoint: Checkpoint, needs: Sequence[bytes], *, rank: int, round_bytes: int, verify: str
+    ) -> Together:
+        """`needs`: what `needs` returned on each rank of the group; `rank`: this one's place among them.
+
+        Raises:
+            CheckpointError: If the ranks have opened different states.
+        """
+    @staticmethod
+    def needs(checkpoint: Checkpoint, regions: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> bytes:
+        """The blocks of which this rank wants something, for the other ranks."""
+    @property
+    def rounds(self) -> int:
+        """Number of rounds, the same on every rank."""
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that a round needs on this rank."""
+    def spans(self, regions: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> list[tuple[int, int] | None]:
+        """Rounds in which each region arrives, half-open; None if this rank reads it on its own, with `read`."""
+    def begin(
+        self,
+        round: int,
+        tensors: Sequence[tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...], Any]],
+        address: int,
+        bytes: int,
+        owner: Any,
+    ) -> Round:
+        """Begin to read what this rank owns in a round. Does not block.
+
+        `tensors`: as `Checkpoint.read`, all whose span holds the round. `address`, `bytes`, `owner`: the buffer of the
+        round, not to be touched before `Round.wait` has returned.
+        """
+    def settle(self) -> ReadStats:
+        """After the last round: what all of them have verified.
+
+        Raises:
+            ChecksumError: If a stock item, which has one checksum for all of it, is damaged.
+        """
+
+@final
+class Round:
+    """One round of a `Together`."""
+
+    def wait(self) -> tuple[list[tuple[int, list[int], int, int]], ReadStats]:
+        """Wait until this rank's own blocks are in the buffer, verified.
+
+        Returns `(owner, receivers, start, end)` of what is to be handed on: a run of the buffer that `owner` has now
+        and `receivers` need, in the order in which any two ranks exchange it.
+        """
+    def deliver(self) -> None:
+        """Verify all of the buffer, and copy it to its destinations."""
+    def end(self) -> None:
+        """Wait until nothing of the round touches memory any more, whatever came of it."""

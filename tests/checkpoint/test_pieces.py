@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_strata
 from torch_strata import ConfigError, CorruptionError, StorageConfig, StrataError, StrataReader, StrataWriter, errors
-from torch_strata.checkpoint._metadata import decode_planner_data, encode_planner_data
+from torch_strata.checkpoint._planner_data import decode_planner_data, encode_planner_data
 from torch_strata.checkpoint._tensors import contiguous_strides, is_dense, overlaps_itself
 from torch_strata.checkpoint._tiling import tiling_fault
 

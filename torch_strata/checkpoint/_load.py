@@ -1,8 +1,8 @@
 """One rank's part of a load: everything is resolved and compared before the first byte of a destination changes."""
 
 import io
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from torch_strata import _native
+from torch_strata.checkpoint._exchange import Exchange, Lent, Region, Sharing
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._metadata import dtype_of, encode_fqn
 from torch_strata.checkpoint._opened import Opened
@@ -25,8 +26,6 @@ __all__ = ["LoadSettings", "ReadStats", "load_plan"]
 
 # These would only call torch.load on the payload again: the value that was loaded safely takes its place.
 _KNOWN_LOAD_BYTES = (DefaultLoadPlanner.load_bytes, StrataLoadPlanner.load_bytes)
-
-_Region = tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +47,7 @@ class ReadStats:
         blocks_verified: Blocks whose digest was compared.
         unverified_bytes: Bytes without a digest to compare: parts of stock items.
         requests: Reads sent to the store.
+        bytes_received: Bytes that another rank of the group has read and handed on.
         seconds: Time from plan to the last committed tensor, in seconds.
     """
 
@@ -55,6 +55,7 @@ class ReadStats:
     blocks_verified: int = 0
     unverified_bytes: int = 0
     requests: int = 0
+    bytes_received: int = 0
     seconds: float = 0.0
 
     def plus(self, more: _native.ReadStats) -> "ReadStats":
@@ -64,6 +65,7 @@ class ReadStats:
             blocks_verified=self.blocks_verified + more.blocks_verified,
             unverified_bytes=self.unverified_bytes + more.unverified_bytes,
             requests=self.requests + more.requests,
+            bytes_received=self.bytes_received,
         )
 
 
@@ -90,14 +92,17 @@ class _Part:
 
 
 @gc_paused()
-def load_plan(opened: Opened, plan: LoadPlan, planner: LoadPlanner, settings: LoadSettings) -> ReadStats:
-    """Read every item of `plan` into `planner`'s state.
+def load_plan(
+    opened: Opened, plan: LoadPlan, planner: LoadPlanner, settings: LoadSettings, exchange: Exchange | None = None
+) -> ReadStats:
+    """Read every item of `plan` into `planner`'s state; with an exchange, what other ranks need too only once.
 
     Raises:
         LayoutMismatchError: If a destination has another dtype, shape or kind; nothing has been changed then.
         CheckpointError: If a value needs a class that is not trusted; nothing has been changed then.
         CorruptionError: If stored bytes are damaged; the destinations named are undefined unless ``verify="before"``.
         ObjectNotFoundError: If an object is missing.
+        CoordinationError: If a rank of the exchange has died or is too late.
     """
     parts = _locate(opened, plan.items)
     values = [part for part in parts if part.item.type is LoadItemType.BYTE_IO]
@@ -107,9 +112,12 @@ def load_plan(opened: Opened, plan: LoadPlan, planner: LoadPlanner, settings: Lo
     resolve = _resolver(planner)
     for part in tensors:
         _resolve(opened, part, resolve, settings)
-    stats = _read_blobs(opened, parts, settings)
     framed = [part for part in tensors if part.is_blob]
-    stats = _read_regions(opened, [part for part in tensors if not part.is_blob], settings, stats)
+    regions = [part for part in tensors if not part.is_blob]
+    if exchange is None:
+        stats = _read_regions(opened, regions, settings, _read_blobs(opened, parts, settings))
+    else:
+        stats = _read_together(opened, [part for part in parts if part.is_blob], regions, settings, exchange)
     for part in framed:
         _copy(part.target, part.value)
     for part in tensors:
@@ -214,17 +222,116 @@ def _check_region(name: str, shape: tuple[int, ...], item: ReadItem) -> None:
         raise CorruptionError(f"{name}: {lengths} at {first} do not lie in the stored {shape}")
 
 
-def _read_blobs(opened: Opened, parts: Iterable[_Part], settings: LoadSettings) -> ReadStats:
-    """Read and load what is pickled, before any tensor's destination changes."""
+def _read_together(
+    opened: Opened, blobs: Sequence[_Part], regions: Sequence[_Part], settings: LoadSettings, exchange: Exchange
+) -> ReadStats:
+    """As `_read_blobs`, then `_read_regions`, with what several ranks need read once."""
+    # What stock has transformed may be found to be a tensor, which is not to be read as one.
+    rows = list(dict.fromkeys(part.row for part in blobs if part.kind != _native.TENSOR))
+    joint, apart = _separated(regions)
+    wanted: list[list[Region]] = [
+        [(row, (), ()) for row in rows],
+        [(part.row, tuple(part.item.storage_offsets), tuple(part.item.lengths)) for part in joint],
+    ]
+    pickled, tensors = exchange.share(opened.native, wanted, verify=settings.verify)
+    payloads, checked = _share_blobs(opened, rows, pickled, exchange)
+    stats = _read_blobs(opened, blobs, settings, payloads).plus(checked)
+    apart += [part for part, span in zip(joint, tensors.spans, strict=True) if span is None]
+    stats = _read_regions(opened, apart, settings, stats)
+    stats = stats.plus(_share_regions(joint, tensors, exchange))
+    exchange.close()
+    return replace(
+        stats,
+        bytes_read=stats.bytes_read + exchange.bytes_read,
+        requests=stats.requests + exchange.requests,
+        bytes_received=exchange.bytes_received,
+    )
+
+
+def _separated(parts: Sequence[_Part]) -> tuple[list[_Part], list[_Part]]:
+    """Parts that may be read in any order, tied ones once; and those that may share memory with another."""
+    distinct: dict[Any, _Part] = {}
+    for part in parts:
+        if part.target.numel():
+            distinct.setdefault((_place(part.target), part.row, tuple(part.item.storage_offsets)), part)
+    # Parts of one destination are boxes of it, which do not overlap however their rows interleave in memory.
+    places: dict[Any, list[_Part]] = {}
+    for part in distinct.values():
+        places.setdefault(part.item.dest_index if is_plain(part.target) else None, []).append(part)
+    apart = places.pop(None, [])
+    extents = sorted((*_extent(members), number) for number, members in enumerate(places.values()))
+    clashing: set[int] = set()
+    furthest: tuple[str, int, int, int] | None = None
+    for extent in extents:
+        device, start, end, number = extent
+        is_near = furthest is not None and device == furthest[0]
+        if furthest is not None and is_near and start < furthest[2]:
+            clashing |= {number, furthest[3]}
+        if furthest is None or not is_near or end > furthest[2]:
+            furthest = extent
+    joint: list[_Part] = []
+    for number, members in enumerate(places.values()):
+        (apart if number in clashing else joint).extend(members)
+    return joint, apart
+
+
+def _extent(parts: Sequence[_Part]) -> tuple[str, int, int]:
+    """Device of the parts of one destination, their lowest address, and one past the highest."""
+    ends = []
+    for target in (part.target for part in parts):
+        elements = 1 + sum((n - 1) * stride for n, stride in zip(target.shape, target.stride(), strict=True))
+        ends.append(target.data_ptr() + elements * target.dtype.itemsize)
+    return str(parts[0].target.device), min(part.target.data_ptr() for part in parts), max(ends)
+
+
+def _share_blobs(
+    opened: Opened, rows: Sequence[int], sharing: Sharing, exchange: Exchange
+) -> tuple[dict[int, bytes], _native.ReadStats]:
+    shared = [row for row, span in zip(rows, sharing.spans, strict=True) if span is not None]
+    data_of = {row: bytearray(size) for row, size in zip(shared, opened.native.blob_bytes(shared), strict=True)}
+
+    def lend(index: int) -> Lent:
+        memory = torch.frombuffer(data_of[rows[index]], dtype=torch.uint8)
+        return rows[index], (), (), memory.data_ptr(), (), memory
+
+    checked = exchange.read(sharing, lend, lambda _: None)
+    return {row: bytes(data) for row, data in data_of.items()}, checked
+
+
+def _share_regions(parts: Sequence[_Part], sharing: Sharing, exchange: Exchange) -> _native.ReadStats:
+    temporaries: dict[int, torch.Tensor] = {}
+
+    def lend(index: int) -> Lent:
+        part = parts[index]
+        if _takes_bytes(part):
+            return _region(part, part.target)
+        temporaries[index] = torch.empty(tuple(part.item.lengths), dtype=dtype_of(part.dtype))
+        return _region(part, temporaries[index])
+
+    def done(index: int) -> None:
+        if index in temporaries:
+            _copy(parts[index].target, temporaries.pop(index))
+        else:
+            _bump_versions([parts[index].target])
+
+    return exchange.read(sharing, lend, done)
+
+
+def _read_blobs(
+    opened: Opened, parts: Iterable[_Part], settings: LoadSettings, known: Mapping[int, bytes] | None = None
+) -> ReadStats:
+    """Read, but for the rows that are `known`, and load what is pickled, before any tensor's destination changes."""
     blobs = [part for part in parts if part.is_blob]
-    if not blobs:
-        return ReadStats()
-    rows = list(dict.fromkeys(part.row for part in blobs))
-    payloads, stats = opened.native.read([], rows, verify=settings.verify)
-    data_of = dict(zip(rows, payloads, strict=True))
+    data_of = dict(known or {})
+    rows = list(dict.fromkeys(part.row for part in blobs if part.row not in data_of))
+    stats = ReadStats()
+    if rows:
+        payloads, more = opened.native.read([], rows, verify=settings.verify)
+        data_of.update(zip(rows, payloads, strict=True))
+        stats = stats.plus(more)
     for part in blobs:
         part.value = _load_blob(opened, part, data_of[part.row], settings)
-    return ReadStats().plus(stats)
+    return stats
 
 
 def _load_blob(opened: Opened, part: _Part, data: bytes, settings: LoadSettings) -> Any:
@@ -251,7 +358,7 @@ def _undo_transforms(opened: Opened, part: _Part, data: bytes) -> bytes:
 
 def _read_regions(opened: Opened, parts: Sequence[_Part], settings: LoadSettings, stats: ReadStats) -> ReadStats:
     """Read straight into every destination that lets us, through kept-small temporaries into the others."""
-    direct: list[_Region] = []
+    direct: list[Lent] = []
     bounced: list[_Part] = []
     seen: dict[Any, Any] = {}
     for part in parts:
@@ -294,7 +401,7 @@ def _takes_bytes(part: _Part) -> bool:
     )
 
 
-def _region(part: _Part, memory: torch.Tensor) -> _Region:
+def _region(part: _Part, memory: torch.Tensor) -> Lent:
     item = part.item
     first, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     return (part.row, first, lengths, memory.data_ptr(), tuple(memory.stride()), memory)

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torch_strata import _native
+from torch_strata.checkpoint._exchange import Exchange, Group, group_fault
 from torch_strata.checkpoint._load import LoadSettings, ReadStats, load_plan
 from torch_strata.checkpoint._metadata import read_metadata
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
@@ -42,6 +44,14 @@ class _State:
 
     save_id: str
     number: int
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What travels with a rank's plan to the planning rank."""
+
+    state: _State | None
+    group: tuple[int, int] | None
 
 
 class _UnreadMetadata(Metadata):
@@ -79,6 +89,9 @@ class StrataReader(StorageReader):
         allow_dtype_cast: Whether a tensor may be converted to its destination's dtype; an error otherwise.
         trusted_classes: Classes and functions that pickled values may name, beyond those that torch always allows.
             They can run any code: name them for checkpoints that you trust.
+        process_group: Ranks that all load together with such a reader, in which what several of them need leaves the
+            store once and is handed on. It must move what is in the CPU's memory, as gloo does. Not pickled, and not
+            used for what ranks have saved on their own.
 
     Pass it to ``dcp.load(state, storage_reader=...)`` on every rank.
 
@@ -95,6 +108,7 @@ class StrataReader(StorageReader):
         verify: Literal["inplace", "before"] = "inplace",
         allow_dtype_cast: bool = False,
         trusted_classes: Sequence[Trusted] = (),
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if verify not in ("inplace", "before"):
@@ -106,6 +120,7 @@ class StrataReader(StorageReader):
             trusted=tuple(trusted_classes),
             budget_bytes=self._config.max_in_flight_bytes,
         )
+        self._group = None if process_group is None else Group.of(process_group)
         self._place: str | os.PathLike[str] = path
         self._opened_store: _native.Store | None = None
         self._begin_anew()
@@ -118,7 +133,7 @@ class StrataReader(StorageReader):
         self._stats: ReadStats | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_opened_store": None}
+        return {**self.__dict__, "_opened": None, "_opened_store": None, "_group": None}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -173,21 +188,26 @@ class StrataReader(StorageReader):
         self._rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan with the identity of the state that this rank has opened."""
-        opened = self._opened
-        return plan if opened is None else replace(plan, storage_data=_State(opened.save_id, opened.native.number))
+        """The plan with the identity of the state that this rank has opened, and of its group."""
+        opened, group = self._opened, self._group
+        state = None if opened is None else _State(opened.save_id, opened.native.number)
+        return replace(plan, storage_data=_Local(state, None if group is None else group.identity))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans, if all ranks are about to read the same state.
 
         Raises:
             CheckpointError: If a save was committed while the ranks opened the checkpoint; load again.
+            ConfigError: If not all ranks of a reader's group take part in this load with it.
         """
-        states = {plan.storage_data for plan in plans}
+        states = {plan.storage_data.state for plan in plans}
         # Ranks that saved on their own have a save_id each; their numbers were compared when they were opened.
         if self._rank is None and len(states) > 1:
             found = ", ".join(sorted(str(state) for state in states))
             raise CheckpointError(f"{os.fspath(self._place)}: a save was committed meanwhile, ranks opened {found}")
+        fault = group_fault([plan.storage_data.group for plan in plans])
+        if self._rank is None and fault:
+            raise ConfigError(fault)
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -198,21 +218,37 @@ class StrataReader(StorageReader):
             CheckpointError: If a value needs a class that is not trusted; nothing has been changed then.
             CorruptionError: If stored bytes are damaged.
             StorageError: If the store fails or an object is missing.
+            CoordinationError: If a rank of the group has died or is too late.
+
+        With a group every rank raises what one of them has failed at.
         """
         started = time.monotonic()
+        if self._group is not None and self._rank is None:
+            stats = self._read_with(self._group, plan, planner)
+        else:
+            stats = self._read_alone(plan, planner)
+        self._stats = replace(stats, seconds=time.monotonic() - started)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_with(self, group: Group, plan: LoadPlan, planner: LoadPlanner) -> ReadStats:
+        # Two rounds are in memory, and up to as much again for destinations that do not take bytes as they are.
+        round_bytes = self._config.max_in_flight_bytes // 4
+        with Exchange(group, where=os.fspath(self._place), round_bytes=round_bytes) as exchange:
+            opened = self._opened or self._open(None)
+            return load_plan(opened, plan, planner, self._settings, exchange)
+
+    def _read_alone(self, plan: LoadPlan, planner: LoadPlanner) -> ReadStats:
         opened = self._opened or self._open(self._rank)
         try:
-            stats = load_plan(opened, plan, planner, self._settings)
+            return load_plan(opened, plan, planner, self._settings)
         except ObjectNotFoundError:
             # A save that ended meanwhile may have removed what it superseded: read the new state, once.
             self._opened = self._open(self._rank)
             if self._opened.same_as(opened) or plan.storage_data != 1:
                 raise  # other ranks may already have read the old state
-            stats = load_plan(self._opened, plan, planner, self._settings)
-        self._stats = replace(stats, seconds=time.monotonic() - started)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+            return load_plan(self._opened, plan, planner, self._settings)
 
     def _metadata(self, opened: Opened, rank: int | None) -> Metadata:
         storage_meta = StorageMeta(self._place, opened.save_id or None, self._load_id)

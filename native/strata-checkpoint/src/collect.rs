@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use strata_io::{ObjectInfo, PendingUpload, Store, discard_upload};
 
+use crate::item::Object;
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode};
 use crate::open::{manifest_names, missing_ranks, or_empty};
 use crate::{Error, Result};
@@ -52,7 +53,7 @@ pub(crate) async fn collect(
     if let Some(run_root) = run_root
         && !doomed.is_empty()
     {
-        needed.extend(referenced(store, run_root).await?);
+        needed.extend(referenced(run_root, manifest).await?);
         doomed = superseded(manifest, &before.listed, &needed);
     }
     for name in &doomed {
@@ -103,23 +104,29 @@ async fn leased(store: &dyn Store) -> Result<bool> {
     Ok(held)
 }
 
-/// Objects of `store` that other checkpoints under the run root refer to.
-async fn referenced(store: &dyn Store, run_root: &dyn Store) -> Result<Vec<String>> {
-    let own = store.url().trim_end_matches('/').rsplit('/').next().unwrap_or_default().to_owned();
-    let mut names = Vec::new();
-    for folder in run_root.list_folders("").await?.into_iter().filter(|folder| *folder != own) {
+/// Objects of the checkpoint of `committed` that others under the run root refer to.
+async fn referenced(run_root: &dyn Store, committed: &Manifest) -> Result<Vec<String>> {
+    let mut manifests = Vec::new();
+    for folder in run_root.list_folders("").await? {
         for manifest in manifests_below(run_root, &folder).await? {
-            let to_us = |reference: u32| manifest.references[reference as usize].0 == own;
-            let ours = manifest.objects.iter().filter(|object| object.reference.is_some_and(to_us));
-            names.extend(ours.map(|object| object.name.clone()));
+            manifests.push((folder.clone(), manifest));
         }
     }
-    Ok(names)
+    // The folder is known by what is in it: the place may have been named in another way, such as ".".
+    let own = manifests.iter().find(|(_, manifest)| manifest.save_id == committed.save_id).map(|(folder, _)| folder);
+    let to_us = |manifest: &Manifest, reference: u32| Some(&manifest.references[reference as usize].0) == own;
+    let others = manifests.iter().filter(|(folder, _)| Some(folder) != own).map(|(_, manifest)| manifest);
+    let objects = others.flat_map(|manifest| {
+        let ours = |object: &&Object| object.reference.is_some_and(|reference| to_us(manifest, reference));
+        manifest.objects.iter().filter(ours).map(|object| object.name.clone())
+    });
+    Ok(objects.collect())
 }
 
 /// Every valid manifest of the checkpoint `folder`: a reader may still be on an older one.
 async fn manifests_below(run_root: &dyn Store, folder: &str) -> Result<Vec<Manifest>> {
-    let listed = or_empty(run_root.list(&format!("{folder}/{FOLDER}")).await)?;
+    let mut listed = or_empty(run_root.list(&format!("{folder}/{FOLDER}")).await)?;
+    listed.extend(or_empty(run_root.list(&format!("{folder}/{RANKS_FOLDER}")).await)?);
     let mut manifests = Vec::new();
     for object in listed {
         let path = object.name.strip_prefix(&format!("{folder}/")).unwrap_or_default();

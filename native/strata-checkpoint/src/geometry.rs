@@ -76,6 +76,11 @@ impl StridedCopy {
         Self { start, outer, run_bytes }
     }
 
+    /// The copy of a part of a payload into one piece of memory.
+    pub fn of_bytes(range: Range<u64>) -> Self {
+        Self { start: range.start, outer: Vec::new(), run_bytes: range.end - range.start }
+    }
+
     /// Payload bytes from the first that is needed to one past the last.
     pub fn source_range(&self) -> Range<u64> {
         if self.run_bytes == 0 {

@@ -5,6 +5,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use strata_io::digest::{BLOCK_BYTES, BlockDigest};
 
+use crate::container::dtype_bytes;
+use crate::geometry::{Box, StridedCopy};
+
 /// How an item's payload is to be understood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
@@ -71,6 +74,31 @@ impl Item {
     /// First byte of the payload in its object.
     pub fn payload_offset(&self) -> u64 {
         self.item_offset + self.payload_skip
+    }
+
+    /// Whether both are names of one payload.
+    pub fn is_stored_as(&self, other: &Self) -> bool {
+        let place =
+            |item: &Self| (item.object, item.item_offset, item.item_bytes, item.payload_skip, item.payload_bytes);
+        let kind = |item: &Self| (item.kind, item.dtype.clone());
+        place(self) == place(other)
+            && kind(self) == kind(other)
+            && (&self.shape, &self.strides) == (&other.shape, &other.strides)
+    }
+
+    /// The copy of a box, in elements, to memory with these strides; of what is no tensor, all of it as it is.
+    ///
+    /// None if the box is not in what is stored.
+    pub fn copy(&self, first: &[u64], lengths: &[u64], strides: &[i64]) -> Option<StridedCopy> {
+        if self.kind != Kind::Tensor {
+            return lengths.is_empty().then(|| StridedCopy::of_bytes(0..self.payload_bytes));
+        }
+        let dims = self.shape.len();
+        let shaped = first.len() == dims && lengths.len() == dims && strides.len() == dims;
+        let fits = |d: usize| first[d].checked_add(lengths[d]).is_some_and(|end| end <= self.shape[d]);
+        let itemsize = dtype_bytes(&self.dtype).filter(|_| shaped && (0..dims).all(fits))?;
+        let region = Box { source_strides: &self.strides, first, lengths, destination_strides: strides };
+        Some(StridedCopy::new(region, itemsize))
     }
 
     /// The name for messages.

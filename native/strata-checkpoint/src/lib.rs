@@ -1,6 +1,6 @@
 //! Checkpoints: the format, and saving, committing and loading them.
 //!
-//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`]. They take values and
+//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`], [`share`]. They take values and
 //! return values. The rest acts on a [`strata_io::Store`]. No Python here.
 
 mod base;
@@ -22,6 +22,8 @@ mod plain;
 mod plan;
 mod record;
 mod save;
+pub mod share;
+mod siblings;
 pub mod stock;
 mod verify;
 
@@ -29,7 +31,7 @@ pub use base::{Base, claim_generation, open_base};
 pub use commit::{Commit, CommitStats, PromisedEntry, commit};
 pub use destination::Destination;
 pub use error::{Error, Result};
-pub use load::{ReadStats, TensorRead, VerifyMode, read};
+pub use load::{Piece, ReadStats, Round, TensorRead, Together, VerifyMode, blob_bytes, read};
 pub use open::{Beside, Checkpoint, Source, open};
 pub use payload::Payload;
 pub use plain::PlainTensor;

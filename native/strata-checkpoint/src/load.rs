@@ -1,6 +1,7 @@
 //! Reading regions of tensors into the caller's memory, every block verified.
 
 mod check;
+mod together;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -14,10 +15,12 @@ use tokio::task::JoinSet;
 
 use self::check::Checks;
 pub(crate) use self::check::verify_block;
+pub use self::together::{Piece, Round, Together};
 use crate::destination::{Destination, watch};
-use crate::geometry::{Box as Region, StridedCopy};
+use crate::geometry::StridedCopy;
 use crate::open::{Checkpoint, Source};
 use crate::plan::{self, BlockRead, Request};
+use crate::siblings::{Siblings, explained};
 use crate::{Error, Result, bounce};
 
 /// One region of one row, and the memory that it fills.
@@ -67,9 +70,8 @@ pub async fn read(
     mode: VerifyMode,
 ) -> Result<(Vec<Bytes>, ReadStats)> {
     let items = &checkpoint.manifest.items;
-    check_blobs(&*store, &checkpoint, blobs).await?;
-    let mut buffers: Vec<LentMut> =
-        blobs.iter().map(|row| LentMut::owned(items[*row].payload_bytes as usize)).collect();
+    let sizes = blob_bytes(&*store, &checkpoint, blobs).await?;
+    let mut buffers: Vec<LentMut> = sizes.into_iter().map(|bytes| LentMut::owned(bytes as usize)).collect();
     let blob_reads = blobs.iter().zip(&mut buffers).map(|(row, buffer)| (*row, whole(buffer)));
     let wanted: Vec<(usize, Destination)> =
         tensors.into_iter().map(|read| (read.row, read.destination)).chain(blob_reads).collect();
@@ -78,9 +80,7 @@ pub async fn read(
         destination.scatter(0, items[*row].inline.as_deref().expect("partitioned so"));
     }
     let requests = plan::requests(items, &stored);
-    let shared = shared_memory(&stored);
-    let job =
-        Arc::new(Job { store, checkpoint, stored, shared, filling: Mutex::new(()), mode, checks: Checks::default() });
+    let job = Arc::new(Job::new(store, checkpoint, stored, mode, Arc::default())?);
     let mut stats = run(&job, budget, requests).await?;
     let (verified, unverified) = job.checks.settle(&job.checkpoint, job.store.url())?;
     stats.blocks_verified = verified;
@@ -88,42 +88,49 @@ pub async fn read(
     Ok((buffers.iter().map(|buffer| Bytes::copy_from_slice(buffer.as_slice())).collect(), stats))
 }
 
+/// Lengths of the payloads of `blobs`, in bytes.
+///
 /// A `.metadata` can claim any length: memory is asked for only once the object is known to be that long.
-async fn check_blobs(store: &dyn Store, checkpoint: &Checkpoint, blobs: &[usize]) -> Result<()> {
+///
+/// # Errors
+/// [`Error::Manifest`] if an object is shorter than its items; what the store says.
+pub async fn blob_bytes(store: &dyn Store, checkpoint: &Checkpoint, blobs: &[usize]) -> Result<Vec<u64>> {
     let mut needed: BTreeMap<u32, u64> = BTreeMap::new();
     let items = blobs.iter().map(|row| &checkpoint.manifest.items[*row]).filter(|item| item.inline.is_none());
     for item in items {
         let end = needed.entry(item.object).or_default();
         *end = (*end).max(item.item_offset + item.item_bytes);
     }
-    for (object, end) in needed {
-        let name = object_path(checkpoint, object);
-        let size = store.size(&name).await?;
+    let siblings = Siblings::of(store, &checkpoint.manifest)?;
+    for (number, end) in needed {
+        let object = &checkpoint.manifest.objects[number as usize];
+        let size = siblings.place(store, object).size(&object.name).await;
+        let size = size.map_err(|error| explained(error, store.url(), object))?;
         if size < end {
             let detail = format!("expected at least {end} bytes, found {size}");
-            return Err(Error::Manifest { object: format!("{}/{name}", store.url()), detail });
+            return Err(Error::Manifest { object: object_path(store.url(), checkpoint, number), detail });
         }
     }
-    Ok(())
+    Ok(blobs.iter().map(|row| checkpoint.manifest.items[*row].payload_bytes).collect())
 }
 
 /// A destination that takes a payload as it is.
 fn whole(buffer: &mut LentMut) -> Destination {
-    let bytes = buffer.len() as u64;
-    let region = Region { source_strides: &[1], first: &[0], lengths: &[bytes], destination_strides: &[1] };
-    Destination::of_buffer(buffer, StridedCopy::new(region, 1))
+    let copy = StridedCopy::of_bytes(0..buffer.len() as u64);
+    Destination::of_buffer(buffer, copy)
 }
 
 /// Everything that the requests of one read share.
 struct Job {
     store: Arc<dyn Store>,
+    siblings: Siblings,
     checkpoint: Arc<Checkpoint>,
     stored: Vec<(usize, Destination)>,
     /// Which of `stored` may share memory with another: those are filled one at a time, from buffers.
     shared: Vec<bool>,
     filling: Mutex<()>,
     mode: VerifyMode,
-    checks: Checks,
+    checks: Arc<Checks>,
 }
 
 async fn run(job: &Arc<Job>, budget: &ByteBudget, requests: Vec<Request>) -> Result<ReadStats> {
@@ -185,9 +192,9 @@ struct Landed {
 async fn read_request(job: Arc<Job>, request: Request) -> Result<()> {
     let object = &job.checkpoint.manifest.objects[request.object as usize];
     let (targets, landed, buffer) = place(&job, &request);
-    let name = object_path(&job.checkpoint, request.object);
-    let digests = job.store.read_digested(&name, request.range.clone(), targets, job.digest_kind()).await;
-    let digests = digests.map_err(|error| named(error, object))?;
+    let place = job.siblings.place(&*job.store, object);
+    let digests = place.read_digested(&object.name, request.range.clone(), targets, job.digest_kind()).await;
+    let digests = digests.map_err(|error| named(error, job.store.url(), object))?;
     for landed in &landed {
         check(&job, &landed.block, digests[landed.target])?;
     }
@@ -211,6 +218,18 @@ async fn read_request(job: Arc<Job>, request: Request) -> Result<()> {
 }
 
 impl Job {
+    fn new(
+        store: Arc<dyn Store>,
+        checkpoint: Arc<Checkpoint>,
+        stored: Vec<(usize, Destination)>,
+        mode: VerifyMode,
+        checks: Arc<Checks>,
+    ) -> Result<Self> {
+        let siblings = Siblings::of(&*store, &checkpoint.manifest)?;
+        let shared = shared_memory(&stored);
+        Ok(Self { store, siblings, checkpoint, stored, shared, filling: Mutex::new(()), mode, checks })
+    }
+
     /// What the store takes on the way: the digest that there is to compare with.
     fn digest_kind(&self) -> DigestKind {
         match self.checkpoint.source {
@@ -227,24 +246,24 @@ fn check(job: &Job, block: &BlockRead, digest: u128) -> Result<()> {
         job.checks.note_unverified(block, digest as u32);
         return Ok(());
     }
-    let object = || format!("{}/{}", job.store.url(), object_path(&job.checkpoint, item.object));
+    let object = || object_path(job.store.url(), &job.checkpoint, item.object);
     verify_block(item, block.block, digest, object)?;
     job.checks.note_verified();
     Ok(())
 }
 
-/// Path of an object relative to the checkpoint; one of a sibling goes through the run root, as stock follows it.
-pub(crate) fn object_path(checkpoint: &Checkpoint, object: u32) -> String {
-    checkpoint.manifest.objects[object as usize].name.clone()
+/// An object of the checkpoint at `url`, for messages.
+pub(crate) fn object_path(url: &str, checkpoint: &Checkpoint, object: u32) -> String {
+    format!("{url}/{}", checkpoint.manifest.path_of(object))
 }
 
-fn named(error: strata_io::Error, object: &crate::item::Object) -> Error {
+fn named(error: strata_io::Error, own: &str, object: &crate::item::Object) -> Error {
     match error {
         strata_io::Error::Mismatch { object: url, expected, found } => {
             let detail = format!("expected {expected}, found {found} (the manifest says {} bytes)", object.size);
             Error::Manifest { object: url, detail }
         }
-        error => error.into(),
+        error => explained(error, own, object),
     }
 }
 

@@ -53,6 +53,17 @@ pub struct Manifest {
     pub payload_bytes: u64,
 }
 
+impl Manifest {
+    /// An object's path from the checkpoint, by which stock torch finds it too, on a file system.
+    pub fn path_of(&self, object: u32) -> String {
+        let Object { name, reference, .. } = &self.objects[object as usize];
+        match reference {
+            None => name.clone(),
+            Some(reference) => format!("../{}/{name}", self.references[*reference as usize].0),
+        }
+    }
+}
+
 /// Folder of the manifests; those of ranks that saved without collectives are in [`RANKS_FOLDER`].
 pub const FOLDER: &str = ".strata/";
 

@@ -1,6 +1,6 @@
 //! Which state is committed at a place: the newest valid manifest, or stock's `.metadata`.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use bytes::Bytes;
 use strata_io::{Error as IoError, Store};
@@ -328,5 +328,18 @@ impl Checkpoint {
     pub fn row(&self, fqn: &[u8], offsets: Option<&[u64]>) -> Option<usize> {
         let key = |item: &Item| (item.fqn.as_slice().cmp(fqn)).then_with(|| item.offsets.as_deref().cmp(&offsets));
         self.manifest.items.binary_search_by(key).ok()
+    }
+
+    /// The rows of these names and chunks; names of one payload have the row of the first of them.
+    pub fn rows(&self, keys: &[(Vec<u8>, Option<Vec<u64>>)]) -> Vec<Option<usize>> {
+        let mut firsts: HashMap<(u32, u64), usize> = HashMap::new();
+        let mut first = |row: usize| {
+            let item = &self.manifest.items[row];
+            let first = *firsts.entry((item.object, item.item_offset)).or_insert(row);
+            // The same place is not enough: an index may describe it in two ways.
+            if self.manifest.items[first].is_stored_as(item) { first } else { row }
+        };
+        let found = keys.iter().map(|(fqn, offsets)| self.row(fqn, offsets.as_deref()));
+        found.map(|row| row.map(&mut first)).collect()
     }
 }

@@ -41,7 +41,11 @@ pub(crate) struct Request {
 
 /// The blocks of `items` that `wanted` (row, destination) needs, each once, as few requests.
 pub(crate) fn requests(items: &[Item], wanted: &[(usize, Destination)]) -> Vec<Request> {
-    let mut blocks: Vec<(u32, BlockRead)> = needed_blocks(items, wanted);
+    joined(needed_blocks(items, wanted))
+}
+
+/// Blocks, each with its object, as few requests.
+pub(crate) fn joined(mut blocks: Vec<(u32, BlockRead)>) -> Vec<Request> {
     blocks.sort_by_key(|(object, block)| (*object, block.file.start));
     let mut requests: Vec<Request> = Vec::new();
     for (object, block) in blocks {
@@ -63,8 +67,10 @@ fn joins(request: &Request, object: u32, block: &BlockRead) -> bool {
         && block.file.end - request.range.start <= REQUEST_BYTES
 }
 
+/// The blocks that `wanted` needs, each with its object.
+///
 /// Tied tensors share a payload: it is read once however many names want it.
-fn needed_blocks(items: &[Item], wanted: &[(usize, Destination)]) -> Vec<(u32, BlockRead)> {
+pub(crate) fn needed_blocks(items: &[Item], wanted: &[(usize, Destination)]) -> Vec<(u32, BlockRead)> {
     let mut payloads: BTreeMap<(u32, u64, u64), (usize, Vec<usize>)> = BTreeMap::new();
     for (index, (row, destination)) in wanted.iter().enumerate() {
         let item = &items[*row];

@@ -80,16 +80,19 @@ pub fn stock_entries(records: &[impl AsRef<[u8]>]) -> Result<Vec<StockEntry>> {
     let mut entries = Vec::new();
     for record in records {
         let RankRecord { objects, items, .. } = RankRecord::decode(record.as_ref())?;
-        entries.extend(items.into_iter().map(|item| StockEntry::of(item, &objects)));
+        entries.extend(items.into_iter().map(|item| {
+            let object = objects[item.object as usize].name.clone();
+            StockEntry::of(item, object)
+        }));
     }
     Ok(entries)
 }
 
 impl StockEntry {
     /// The entry of `item`, which is in one of `objects`.
-    pub fn of(item: Item, objects: &[Object]) -> Self {
+    pub fn of(item: Item, object: String) -> Self {
         Self {
-            object: objects[item.object as usize].name.clone(),
+            object,
             fqn: item.fqn,
             offsets: item.offsets,
             index: item.index,

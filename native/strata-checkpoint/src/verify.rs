@@ -12,9 +12,10 @@ use strata_io::{Error as IoError, Store};
 use crate::container::{Frame, Placement, TensorSpec};
 use crate::item::{Item, Kind, num_blocks};
 use crate::layout;
-use crate::load::{ReadStats, verify_block};
+use crate::load::{ReadStats, object_path, verify_block};
 use crate::open::{Checkpoint, Source};
 use crate::plan::{REQUEST_BYTES, block_range};
+use crate::siblings::{Siblings, explained};
 
 /// Ranges read at a time, of at most [`REQUEST_BYTES`] each.
 const READS_AHEAD: usize = 4;
@@ -44,11 +45,19 @@ impl Findings {
 pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, Findings) {
     let mut findings = Findings::default();
     findings.problems.extend(checkpoint.lost_manifest(store.url()));
-    let sizes = object_sizes(store, checkpoint, &mut findings).await;
+    let siblings = match Siblings::of(store, &checkpoint.manifest) {
+        Ok(siblings) => siblings,
+        Err(error) => {
+            findings.problems.push(error.to_string());
+            return (ReadStats::default(), findings);
+        }
+    };
+    let sizes = object_sizes(store, &siblings, checkpoint, &mut findings).await;
     let is_there = |item: &&Item| item.item_offset + item.item_bytes <= sizes[item.object as usize];
     let items: Vec<&Item> = unique_items(checkpoint).into_iter().filter(is_there).collect();
     let checks = items.iter().flat_map(|item| pieces(item).into_iter().map(move |piece| (*item, piece)));
-    let checks: Vec<_> = checks.map(|(item, range)| check_piece(store, checkpoint, item, range).boxed()).collect();
+    let checks: Vec<_> =
+        checks.map(|(item, range)| check_piece(store, &siblings, checkpoint, item, range).boxed()).collect();
     let mut results = stream::iter(checks).buffered(READS_AHEAD);
     let mut stats = ReadStats::default();
     let mut whole = WholeCrcs::default();
@@ -77,7 +86,7 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, F
             Some(expected) => findings.problems.push(format!(
                 "{:?} in {}: expected crc32 {expected:#010x}, found {found:#010x}",
                 item.name(),
-                checkpoint.manifest.objects[item.object as usize].name
+                checkpoint.manifest.path_of(item.object)
             )),
         }
     }
@@ -86,17 +95,22 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, F
 }
 
 /// Real size of each object; one that is missing, or shorter than its items need, is a problem, named once.
-async fn object_sizes(store: &dyn Store, checkpoint: &Checkpoint, findings: &mut Findings) -> Vec<u64> {
+async fn object_sizes(
+    store: &dyn Store,
+    siblings: &Siblings,
+    checkpoint: &Checkpoint,
+    findings: &mut Findings,
+) -> Vec<u64> {
     let mut sizes = Vec::new();
-    for object in &checkpoint.manifest.objects {
-        let size = store.size(&object.name).await;
+    for (number, object) in checkpoint.manifest.objects.iter().enumerate() {
+        let size = siblings.place(store, object).size(&object.name).await;
         match &size {
             Ok(size) if *size >= object.size => {}
             Ok(size) => {
-                let path = format!("{}/{}", store.url(), object.name);
+                let path = object_path(store.url(), checkpoint, number as u32);
                 findings.problems.push(format!("{path}: expected {} bytes, found {size}", object.size));
             }
-            Err(error) => findings.add(error, error.to_string()),
+            Err(error) => findings.add(error, explained(error.clone(), store.url(), object).to_string()),
         }
         sizes.push(size.unwrap_or(0));
     }
@@ -126,9 +140,15 @@ struct Piece<'a> {
     failed: Option<IoError>,
 }
 
-async fn check_piece<'a>(store: &dyn Store, checkpoint: &Checkpoint, item: &'a Item, payload: Range<u64>) -> Piece<'a> {
-    let name = &checkpoint.manifest.objects[item.object as usize].name;
-    let object = || format!("{}/{name}", store.url());
+async fn check_piece<'a>(
+    store: &dyn Store,
+    siblings: &Siblings,
+    checkpoint: &Checkpoint,
+    item: &'a Item,
+    payload: Range<u64>,
+) -> Piece<'a> {
+    let stored = &checkpoint.manifest.objects[item.object as usize];
+    let object = || object_path(store.url(), checkpoint, item.object);
     let start = if payload.start == 0 { item.item_offset } else { item.payload_offset() + payload.start };
     let is_last = payload.end == item.payload_bytes;
     let end = if is_last { item.item_offset + item.item_bytes } else { item.payload_offset() + payload.end };
@@ -141,7 +161,7 @@ async fn check_piece<'a>(store: &dyn Store, checkpoint: &Checkpoint, item: &'a I
         problems: Vec::new(),
         failed: None,
     };
-    let bytes = match store.read(name, Some(start..end)).await {
+    let bytes = match siblings.place(store, stored).read(&stored.name, Some(start..end)).await {
         Ok(bytes) => bytes,
         Err(error) => {
             piece.failed = Some(error);

@@ -28,6 +28,7 @@ use self::publish::{Calls, Directories, is_stage};
 use self::transfer::{DIRECT_FROM_BYTES, OpenFile, PAGE_BYTES};
 use crate::digest::DigestKind;
 use crate::lent::LentMut;
+use crate::store::check_plain;
 use crate::{Error, IoConfig, ObjectInfo, ObjectWriter, PutMode, Result, Store};
 
 /// A directory as a store.
@@ -167,6 +168,14 @@ impl Shared {
 impl Store for LocalStore {
     fn url(&self) -> &str {
         &self.url
+    }
+
+    fn sibling(&self, name: &str) -> Result<Arc<dyn Store>> {
+        check_plain(name)?;
+        // Left to the system to resolve, as stock torch does: the root may be a link, or "." itself.
+        let Shared { root, config, calls, .. } = &*self.shared;
+        let (url, root) = (self.url.trim_end_matches('/'), root.join("..").join(name));
+        Ok(Arc::new(Self::with_calls(&format!("{url}/../{name}"), &root, config.clone(), *calls)))
     }
 
     fn part_bytes(&self, _object_bytes: u64) -> u64 {

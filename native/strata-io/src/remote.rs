@@ -37,6 +37,7 @@ use crate::digest::DigestKind;
 use crate::lent::LentMut;
 use crate::retry::{Failure, Policy, Retry};
 use crate::schedule::PartLimits;
+use crate::store::check_plain;
 use crate::{Error, IoConfig, ObjectInfo, ObjectWriter, PutMode, Result, Store};
 
 /// What a kind of store can do.
@@ -51,6 +52,7 @@ pub(crate) struct Abilities {
 }
 
 /// The crate's face of one bucket.
+#[derive(Clone)]
 pub(crate) struct Bucket {
     /// Single objects.
     pub(crate) objects: Arc<dyn ObjectStore>,
@@ -93,6 +95,16 @@ impl RemoteStore {
 impl Store for RemoteStore {
     fn url(&self) -> &str {
         &self.remote.url
+    }
+
+    fn sibling(&self, name: &str) -> Result<Arc<dyn Store>> {
+        check_plain(name)?;
+        let Remote { url, root, bucket, config, .. } = &*self.remote;
+        if root.is_empty() {
+            return Err(Error::Config(format!("nothing lies beside {url}: it is all of the bucket")));
+        }
+        let beside = |place: &str| place.rsplit_once('/').map_or(name.to_owned(), |(up, _)| format!("{up}/{name}"));
+        Ok(Arc::new(Self::new(&beside(url), &beside(root), bucket.clone(), config)))
     }
 
     fn part_bytes(&self, object_bytes: u64) -> u64 {

@@ -2,13 +2,14 @@
 
 use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 
-use crate::Result;
 use crate::digest::{DigestKind, RunningDigest};
 use crate::lent::LentMut;
+use crate::{Error, Result};
 
 /// Whether a small write may replace what is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,6 +63,12 @@ impl Part {
 pub trait Store: Debug + Send + Sync {
     /// The root as the user wrote it, for messages; no credentials.
     fn url(&self) -> &str;
+
+    /// The place `name`, a plain name, beside this one: below the same parent.
+    ///
+    /// # Errors
+    /// [`crate::Error::Config`] if the name is not plain, or nothing can lie beside the root of this store.
+    fn sibling(&self, name: &str) -> Result<Arc<dyn Store>>;
 
     /// Size of the parts this store wants for an object of `object_bytes`, in bytes.
     ///
@@ -132,6 +139,14 @@ pub trait Store: Debug + Send + Sync {
     async fn sweep(&self, _prefix: &str) -> Result<()> {
         Ok(())
     }
+}
+
+/// Checks that a name has one part, so that it leads nowhere else.
+pub(crate) fn check_plain(name: &str) -> Result<()> {
+    if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\\', '\0']) {
+        return Err(Error::Config(format!("{name:?} is not the name of a neighbour: expected one plain name")));
+    }
+    Ok(())
 }
 
 /// An object in the making. Parts may be written concurrently and in any order.

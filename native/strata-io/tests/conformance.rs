@@ -107,6 +107,7 @@ macro_rules! all_promises {
             what_is_not_there_is_named,
             odd_names_are_kept,
             names_that_leave_the_root_are_refused,
+            a_neighbour_is_beside_and_has_a_plain_name,
             parts_in_any_order_make_the_object,
             an_aborted_object_leaves_nothing,
             an_object_with_a_part_missing_is_refused,
@@ -271,6 +272,19 @@ async fn names_that_leave_the_root_are_refused(store: &dyn Store) {
         let error = store.put(name, "x".into(), PutMode::Overwrite).await.unwrap_err();
         assert!(matches!(error, Error::Config(_)), "{name:?}: {error}");
         assert!(store.read(name, None).await.is_err(), "{name:?}");
+    }
+}
+
+async fn a_neighbour_is_beside_and_has_a_plain_name(store: &dyn Store) {
+    store.put("x", "own".into(), PutMode::Overwrite).await.unwrap();
+    let beside = store.sibling("beside").unwrap();
+    beside.put("x", "the neighbour's".into(), PutMode::Overwrite).await.unwrap();
+    assert_eq!(store.read("x", None).await.unwrap(), "own");
+    assert_eq!(store.sibling("beside").unwrap().read("x", None).await.unwrap(), "the neighbour's");
+    let error = store.sibling("nowhere").unwrap().read("x", None).await.unwrap_err();
+    assert!(matches!(&error, Error::NotFound { object, .. } if object.contains("nowhere/x")), "{error}");
+    for name in ["", ".", "..", "../x", "a/b", "/etc", "a\\b", "a\0"] {
+        assert!(matches!(store.sibling(name), Err(Error::Config(_))), "{name:?}");
     }
 }
 

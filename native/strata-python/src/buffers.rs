@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use strata_checkpoint::Destination;
 use strata_checkpoint::geometry::StridedCopy;
 use strata_device::{DeviceMemory, Result};
-use strata_io::lent::{Lease, lend};
+use strata_io::lent::{Lease, LentMut, lend};
 
 /// Python objects whose memory is lent. The last operation that can touch the memory drops it, on any thread.
 #[derive(Default)]
@@ -73,6 +73,12 @@ pub(crate) fn lend_device(ordinal: u32, address: usize, bytes: usize, lease: &Le
     let driver = strata_device::cuda()?;
     // SAFETY: as above, with a tensor of that device.
     Ok(unsafe { DeviceMemory::lend(driver, ordinal, address as u64, bytes as u64, lease.clone()) })
+}
+
+/// `bytes` of memory at `address` to be written, owned by something under `lease`.
+pub(crate) fn lend_buffer(address: usize, bytes: usize, lease: &Lease) -> LentMut {
+    // SAFETY: as above; Python touches it only between the calls of `_native.Round`.
+    unsafe { LentMut::new(address as *mut u8, bytes, lease.clone()) }
 }
 
 /// A destination at `address`, owned by something under `lease`.

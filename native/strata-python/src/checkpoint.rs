@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use strata_checkpoint::geometry::{Box as Region, StridedCopy};
+use strata_checkpoint::geometry::StridedCopy;
 use strata_checkpoint::item::{Item, TensorEntry};
-use strata_checkpoint::{self as core, PlainTensor, Source, StockEntry, TensorRead, VerifyMode, container, stock};
+use strata_checkpoint::{self as core, PlainTensor, Source, StockEntry, TensorRead, VerifyMode, stock};
 use strata_io::schedule::ByteBudget;
 
 use crate::buffers::{Owners, destination};
@@ -48,8 +48,8 @@ fn is_inside(path: &str) -> bool {
 /// A checkpoint that is open for reading.
 #[pyclass(module = "torch_strata._native", frozen)]
 pub(crate) struct Checkpoint {
-    store: Arc<dyn strata_io::Store>,
-    budget: ByteBudget,
+    pub store: Arc<dyn strata_io::Store>,
+    pub budget: ByteBudget,
     /// Replaced when stock items are looked at; a read holds the one it began with.
     checkpoint: Mutex<Arc<core::Checkpoint>>,
 }
@@ -61,10 +61,11 @@ type RawPlain = (Vec<u8>, String, u64, u64, String, Vec<u64>);
 type Described = (u32, String, Vec<u64>, Vec<u64>);
 
 /// row, first element, lengths, address, destination strides, owner.
-type RawRead<'py> = (usize, Vec<u64>, Vec<u64>, usize, Vec<i64>, Bound<'py, PyAny>);
+pub(crate) type RawRead<'py> = (usize, Vec<u64>, Vec<u64>, usize, Vec<i64>, Bound<'py, PyAny>);
 
 impl Checkpoint {
-    fn now(&self) -> Arc<core::Checkpoint> {
+    /// As it is; what stock items are found to be later is in another one.
+    pub fn now(&self) -> Arc<core::Checkpoint> {
         self.checkpoint.lock().expect("never poisoned").clone()
     }
 
@@ -74,7 +75,7 @@ impl Checkpoint {
         change(Arc::make_mut(&mut checkpoint))
     }
 
-    fn item(checkpoint: &core::Checkpoint, row: usize) -> PyResult<&Item> {
+    pub fn item(checkpoint: &core::Checkpoint, row: usize) -> PyResult<&Item> {
         let items = &checkpoint.manifest.items;
         items.get(row).ok_or_else(|| PyValueError::new_err(format!("no row {row} of {}", items.len())))
     }
@@ -171,7 +172,7 @@ impl Checkpoint {
     fn items<'py>(&self, py: Python<'py>) -> Vec<RawStockEntry<Bound<'py, PyBytes>>> {
         let checkpoint = self.now();
         let manifest = &checkpoint.manifest;
-        let entry = |item: &Item| stock_to_py(py, StockEntry::of(item.clone(), &manifest.objects));
+        let entry = |item: &Item| stock_to_py(py, StockEntry::of(item.clone(), manifest.path_of(item.object)));
         manifest.items.iter().map(entry).collect()
     }
 
@@ -197,9 +198,7 @@ impl Checkpoint {
     }
 
     fn rows(&self, keys: Vec<(Vec<u8>, Option<Vec<u64>>)>) -> Vec<i64> {
-        let checkpoint = self.now();
-        let row = |(fqn, offsets): &(Vec<u8>, Option<Vec<u64>>)| checkpoint.row(fqn, offsets.as_deref());
-        keys.iter().map(|key| row(key).map_or(-1, |row| row as i64)).collect()
+        self.now().rows(&keys).into_iter().map(|row| row.map_or(-1, |row| row as i64)).collect()
     }
 
     fn describe(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<Vec<Described>> {
@@ -231,13 +230,7 @@ impl Checkpoint {
         blobs: Vec<usize>,
         verify: &str,
     ) -> PyResult<(Vec<Bound<'py, PyBytes>>, ReadStats)> {
-        let mode = match verify {
-            "inplace" => VerifyMode::InPlace,
-            "before" => VerifyMode::Before,
-            other => {
-                return Err(PyValueError::new_err(format!("verify is \"inplace\" or \"before\", not {other:?}")));
-            }
-        };
+        let mode = mode_of(verify)?;
         let checkpoint = self.now();
         for row in &blobs {
             Self::item(&checkpoint, *row)?;
@@ -247,6 +240,15 @@ impl Checkpoint {
         let (blobs, stats) =
             wait(py, async move { core::read(store, &budget, checkpoint, tensors, &blobs, mode).await })?;
         Ok((blobs.iter().map(|bytes| PyBytes::new(py, bytes)).collect(), stats.into()))
+    }
+
+    fn blob_bytes(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<Vec<u64>> {
+        let checkpoint = self.now();
+        for row in &rows {
+            Self::item(&checkpoint, *row)?;
+        }
+        let store = self.store.clone();
+        wait(py, async move { core::blob_bytes(&*store, &checkpoint, &rows).await })
     }
 
     fn verify(&self, py: Python<'_>) -> PyResult<(ReadStats, Vec<String>, Vec<String>)> {
@@ -263,22 +265,27 @@ impl Checkpoint {
     }
 }
 
-fn lend_destinations(checkpoint: &core::Checkpoint, raw: Vec<RawRead<'_>>) -> PyResult<Vec<TensorRead>> {
+/// When the caller wants bytes checked.
+pub(crate) fn mode_of(verify: &str) -> PyResult<VerifyMode> {
+    match verify {
+        "inplace" => Ok(VerifyMode::InPlace),
+        "before" => Ok(VerifyMode::Before),
+        other => Err(PyValueError::new_err(format!("verify is \"inplace\" or \"before\", not {other:?}"))),
+    }
+}
+
+/// The copy of a box of a tensor; of what is no tensor, all of it.
+pub(crate) fn copy_of(item: &Item, first: &[u64], lengths: &[u64], strides: &[i64]) -> PyResult<StridedCopy> {
+    let outside = || format!("the box {first:?} + {lengths:?} is not in {:?} of {:?}", item.shape, item.name());
+    item.copy(first, lengths, strides).ok_or_else(|| PyValueError::new_err(outside()))
+}
+
+/// Destinations that keep their owners alive.
+pub(crate) fn lend_destinations(checkpoint: &core::Checkpoint, raw: Vec<RawRead<'_>>) -> PyResult<Vec<TensorRead>> {
     let mut owners = Owners::default();
     let mut copies = Vec::with_capacity(raw.len());
     for (row, first, lengths, address, strides, owner) in raw {
-        let item = Checkpoint::item(checkpoint, row)?;
-        let dims = item.shape.len();
-        let fits = |d: usize| first[d].checked_add(lengths[d]).is_some_and(|end| end <= item.shape[d]);
-        let shaped = first.len() == dims && lengths.len() == dims && strides.len() == dims;
-        let itemsize = container::dtype_bytes(&item.dtype).filter(|_| shaped && (0..dims).all(fits));
-        let Some(itemsize) = itemsize else {
-            let message = format!("the box {first:?} + {lengths:?} is not in {:?} of {:?}", item.shape, item.name());
-            return Err(PyValueError::new_err(message));
-        };
-        let region =
-            Region { source_strides: &item.strides, first: &first, lengths: &lengths, destination_strides: &strides };
-        copies.push((row, address, StridedCopy::new(region, itemsize)));
+        copies.push((row, address, copy_of(Checkpoint::item(checkpoint, row)?, &first, &lengths, &strides)?));
         owners.keep(owner);
     }
     let lease = owners.lease();

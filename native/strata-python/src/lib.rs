@@ -6,6 +6,7 @@ mod errors;
 mod runtime;
 mod save;
 mod store;
+mod together;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -20,5 +21,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("TORCH_SAVE", strata_checkpoint::item::Kind::TorchSave.code())?;
     module.add_class::<store::Store>()?;
     save::register(module)?;
-    checkpoint::register(module)
+    checkpoint::register(module)?;
+    together::register(module)
 }

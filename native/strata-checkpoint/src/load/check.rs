@@ -82,7 +82,7 @@ fn compare(item: &Item, expected: u32, found: u32, checkpoint: &Checkpoint, url:
     }
     let start = item.payload_offset();
     Err(Error::Checksum {
-        object: format!("{url}/{}", checkpoint.manifest.objects[item.object as usize].name),
+        object: super::object_path(url, checkpoint, item.object),
         expected: format!("crc32 {expected:#010x}"),
         found: format!("{found:#010x}"),
         start,

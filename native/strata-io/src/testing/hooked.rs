@@ -109,6 +109,10 @@ impl<H: Hook> Store for Hooked<H> {
         self.inner.url()
     }
 
+    fn sibling(&self, name: &str) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(Self { inner: self.inner.sibling(name)?, hook: self.hook.clone() }))
+    }
+
     fn part_bytes(&self, object_bytes: u64) -> u64 {
         self.inner.part_bytes(object_bytes)
     }
