@@ -250,6 +250,7 @@ class Checkpoint:
                 int,  # row
                 tuple[int, ...],  # first element, in the stored chunk's coordinates
                 tuple[int, ...],  # lengths
+                int,  # number of the CUDA device that holds the destination, -1 for the host
                 int,  # address of the destination's first element
                 tuple[int, ...],  # strides of the destination
                 Any,  # what keeps the destination alive
@@ -302,7 +303,7 @@ class Together:
     def begin(
         self,
         round: int,
-        tensors: Sequence[tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...], Any]],
+        tensors: Sequence[tuple[int, tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], Any]],
         address: int,
         bytes: int,
         owner: Any,

@@ -25,8 +25,8 @@ _logger = logging.getLogger(__name__)
 # Row, first element and lengths; the latter two empty for a payload that is taken as it is.
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
-# A region, the address of its first element there, strides, and what owns the memory.
-Lent = tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...], Any]
+# A region, the CUDA device (-1: the host) and address of its first element there, strides, and what owns the memory.
+Lent = tuple[int, tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], Any]
 
 _BLOCK_BYTES = 4 << 20
 

@@ -9,16 +9,22 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from torch_strata import _native
 from torch_strata.checkpoint._metadata import dtype_name, encode_fqn
-from torch_strata.checkpoint._tensors import contiguous_strides, is_dense, is_plain, settled
+from torch_strata.checkpoint._tensors import (
+    HOST,
+    contiguous_strides,
+    device_number,
+    is_dense,
+    is_plain,
+    is_reachable,
+    settled,
+    wait_for_kernels,
+)
 from torch_strata.errors import CheckpointError
 
 __all__ = ["NativeItem", "resolve_items"]
 
 # As `_native.write_items` takes them: fqn, offsets, index, kind, device, address, bytes, dtype, shape, strides, keeper.
 NativeItem = tuple[bytes, tuple[int, ...] | None, int, int, int, int, int, str, tuple[int, ...], tuple[int, ...], Any]
-
-# As device: memory of the host.
-_HOST = -1
 
 
 def resolve_items(items: Iterable[WriteItem], planner: SavePlanner) -> list[NativeItem]:
@@ -39,16 +45,14 @@ def resolve_items(items: Iterable[WriteItem], planner: SavePlanner) -> list[Nati
         # other ranks, or they wait for ever.
         except Exception as error:
             raise CheckpointError(f"cannot store {fqn!r}: {type(error).__name__}: {error}") from error
-    # Kernels on any stream may still be writing what is about to be read past torch.
-    for ordinal in {device for _, _, _, _, device, *_ in resolved} - {_HOST}:
-        torch.cuda.synchronize(ordinal)
+    wait_for_kernels(device for _, _, _, _, device, *_ in resolved)
     return resolved
 
 
 def _bytes_item(item: WriteItem, data: Any) -> NativeItem:
     if not isinstance(data, io.BytesIO):
         raise CheckpointError(f"cannot store {item.index.fqn!r}: its planner gave a {type(data).__name__}, not BytesIO")
-    return (encode_fqn(item.index.fqn), None, _index(item), _native.BYTES, _HOST, 0, 0, "", (), (), data.getbuffer())
+    return (encode_fqn(item.index.fqn), None, _index(item), _native.BYTES, HOST, 0, 0, "", (), (), data.getbuffer())
 
 
 def _tensor_item(item: WriteItem, data: Any) -> NativeItem:
@@ -68,13 +72,13 @@ def _tensor_item(item: WriteItem, data: Any) -> NativeItem:
     shape = tuple(tensor.shape)
     if not is_plain(tensor) or (tensor.numel() and tensor.data_ptr() == 0 and not _holds_storage(fqn, tensor)):
         dtype, strides = dtype_name(tensor.dtype), contiguous_strides(shape)
-        return (*head, _native.TORCH_SAVE, _HOST, 0, 0, dtype, shape, strides, _framed(tensor))
+        return (*head, _native.TORCH_SAVE, HOST, 0, 0, dtype, shape, strides, _framed(tensor))
     lent = _lendable(tensor)
     strides = tuple(lent.stride()) if lent.numel() else contiguous_strides(shape)
     if lent.is_contiguous():
         strides = contiguous_strides(shape)
     address = lent.data_ptr() if lent.numel() else 0
-    device = lent.device.index if lent.is_cuda and address else _HOST
+    device = device_number(lent) if address else HOST
     return (*head, _native.TENSOR, device, address, lent.nbytes, dtype_name(lent.dtype), shape, strides, lent)
 
 
@@ -101,15 +105,10 @@ def _holds_storage(fqn: str, tensor: torch.Tensor) -> bool:
 def _lendable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where its memory can be written as it lies, else a dense copy on the CPU."""
     dense = is_dense(tuple(tensor.shape), tuple(tensor.stride())) and not (tensor.is_conj() or tensor.is_neg())
-    if dense and (tensor.device.type == "cpu" or _is_nvidia(tensor)):
+    if dense and is_reachable(tensor):
         return tensor
     tensor = tensor.cpu().resolve_conj().resolve_neg()
     return tensor if is_dense(tuple(tensor.shape), tuple(tensor.stride())) else tensor.contiguous()
-
-
-def _is_nvidia(tensor: torch.Tensor) -> bool:
-    # torch calls AMD's devices cuda as well; their driver is another one.
-    return tensor.is_cuda and torch.version.cuda is not None
 
 
 def _framed(tensor: torch.Tensor) -> memoryview:

@@ -18,7 +18,17 @@ from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._metadata import dtype_of, encode_fqn
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._payload import Trusted, load_tensor, load_value
-from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_plain, overlaps_itself, settled
+from torch_strata.checkpoint._tensors import (
+    HOST,
+    PLAIN_TYPES,
+    contiguous_strides,
+    device_number,
+    is_plain,
+    is_reachable,
+    overlaps_itself,
+    settled,
+    wait_for_kernels,
+)
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError, StrataError
 
@@ -78,6 +88,7 @@ class _Part:
     kind: int
     dtype: str
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     transforms: tuple[str, ...]
     target: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     value: Any = None
@@ -112,6 +123,7 @@ def load_plan(
     resolve = _resolver(planner)
     for part in tensors:
         _resolve(opened, part, resolve, settings)
+    wait_for_kernels(device_number(part.target) for part in tensors if _takes_bytes(part))
     framed = [part for part in tensors if part.is_blob]
     regions = [part for part in tensors if not part.is_blob]
     if exchange is None:
@@ -136,8 +148,8 @@ def _locate(opened: Opened, items: Sequence[ReadItem]) -> list[_Part]:
             raise CorruptionError(f"{opened.where}: no object holds {fqn.decode('utf-8', 'replace')!r}{at}")
     described = opened.native.describe(rows)
     return [
-        _Part(item, row, kind, dtype, tuple(shape), opened.transforms.get(key, ()))
-        for item, key, row, (kind, dtype, shape, _) in zip(items, keys, rows, described, strict=True)
+        _Part(item, row, kind, dtype, tuple(shape), tuple(strides), opened.transforms.get(key, ()))
+        for item, key, row, (kind, dtype, shape, strides) in zip(items, keys, rows, described, strict=True)
     ]
 
 
@@ -292,7 +304,7 @@ def _share_blobs(
 
     def lend(index: int) -> Lent:
         memory = torch.frombuffer(data_of[rows[index]], dtype=torch.uint8)
-        return rows[index], (), (), memory.data_ptr(), (), memory
+        return rows[index], (), (), HOST, memory.data_ptr(), (), memory
 
     checked = exchange.read(sharing, lend, lambda _: None)
     return {row: bytes(data) for row, data in data_of.items()}, checked
@@ -393,7 +405,8 @@ def _takes_bytes(part: _Part) -> bool:
     target = part.target
     return (
         is_plain(target)
-        and target.device.type == "cpu"
+        and is_reachable(target)
+        and (target.device.type == "cpu" or _is_one_run(part))
         and target.dtype == dtype_of(part.dtype)
         and not target.is_conj()
         and not target.is_neg()
@@ -401,10 +414,16 @@ def _takes_bytes(part: _Part) -> bool:
     )
 
 
+def _is_one_run(part: _Part) -> bool:
+    """Whether what is read lies in one piece on both sides: a device copies pieces, not elements."""
+    rows = tuple(part.item.lengths)[1:] == part.shape[1:]
+    return rows and part.strides == contiguous_strides(part.shape) and part.target.is_contiguous()
+
+
 def _region(part: _Part, memory: torch.Tensor) -> Lent:
     item = part.item
     first, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-    return (part.row, first, lengths, memory.data_ptr(), tuple(memory.stride()), memory)
+    return (part.row, first, lengths, device_number(memory), memory.data_ptr(), tuple(memory.stride()), memory)
 
 
 def _batches(parts: Sequence[_Part], budget_bytes: int) -> Iterable[list[_Part]]:

@@ -1,8 +1,24 @@
 """What the memory of a tensor looks like, and whether Rust may read or write it as it is."""
 
+from collections.abc import Iterable
+
 import torch
 
-__all__ = ["PLAIN_TYPES", "contiguous_strides", "is_dense", "is_plain", "overlaps_itself", "settled"]
+__all__ = [
+    "HOST",
+    "PLAIN_TYPES",
+    "contiguous_strides",
+    "device_number",
+    "is_dense",
+    "is_plain",
+    "is_reachable",
+    "overlaps_itself",
+    "settled",
+    "wait_for_kernels",
+]
+
+# As the number of a device: memory of the host.
+HOST = -1
 
 # What the Rust core frames itself. Left out: quantized dtypes, whose tensors need a quantizer, and integers below a
 # byte, which torch.save refuses too.
@@ -31,6 +47,23 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its elements lie in its own storage as size, stride and offset say, in a dtype that Rust frames."""
     return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and tensor.dtype in _FRAMED_DTYPES
+
+
+def is_reachable(tensor: torch.Tensor) -> bool:
+    """Whether Rust can copy from and to its memory: the host's, or an NVIDIA GPU's."""
+    # torch calls AMD's devices cuda as well; their driver is another one.
+    return tensor.device.type == "cpu" or (tensor.is_cuda and torch.version.cuda is not None)
+
+
+def device_number(tensor: torch.Tensor) -> int:
+    """`HOST`, or the number of the CUDA device that holds it."""
+    return HOST if tensor.device.type == "cpu" else tensor.get_device()
+
+
+def wait_for_kernels(devices: Iterable[int]) -> None:
+    """Return once nothing on any stream of `devices` may still use memory that is about to be read or written."""
+    for number in set(devices) - {HOST}:
+        torch.cuda.synchronize(number)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -166,6 +166,16 @@ def check_object_path(path: Any) -> str:
     raise CorruptionError(f"object name {path!r:.200} does not lead to an object inside the checkpoint")
 
 
+def _check_stored_path(path: Any) -> str:
+    """`path`, if it stays inside the checkpoint or one beside it, where a manifest may refer to.
+
+    Whether it may be followed there is decided by the manifest: without one, nothing outside is read.
+    """
+    if isinstance(path, str) and path.startswith("../") and "/" in path[3:]:
+        return "../" + check_object_path(path[3:])
+    return check_object_path(path)
+
+
 def same_plain(left: Any, right: Any) -> bool:
     """Whether two values of `load_plain` are the same, types and order included.
 
@@ -260,7 +270,7 @@ def _item(key: Any, info: Any) -> StockItem:
         fqn=fqn,
         offsets=None if offsets is None else _ints(offsets, "offsets"),
         index=index if type(index) is int and 0 <= index < 1 << 31 else -1,
-        relative_path=check_object_path(info.get("relative_path")),
+        relative_path=_check_stored_path(info.get("relative_path")),
         offset=offset,
         length=length,
         transforms=tuple(str(name) for name in info.get("transform_descriptors") or ()),

@@ -3,6 +3,7 @@
 
 use std::sync::Mutex;
 
+use strata_device::{Device, PinnedBuffer};
 use strata_io::lent::LentMut;
 
 use crate::plan::REQUEST_BYTES;
@@ -20,9 +21,34 @@ pub(crate) fn buffer_bytes(bytes: u64) -> u64 {
     if bytes > REQUEST_BYTES { bytes } else { bytes.next_power_of_two().max(LEAST_BYTES) }
 }
 
-/// A buffer of at least `bytes`. Give it back with [`give`] once no operation can touch it.
-pub(crate) fn take(bytes: u64) -> LentMut {
+/// A buffer of at least `bytes`, page-locked if they go on to `device`. Give it back with [`give`] once no operation
+/// can touch it.
+pub(crate) fn take(bytes: u64, device: Option<&Device>) -> Bounce {
     let wanted = buffer_bytes(bytes) as usize;
+    match device {
+        None => Bounce::Pageable(pageable(wanted)),
+        Some(device) => Bounce::Locked(PinnedBuffer::take(device, wanted).lent()),
+    }
+}
+
+/// A buffer in use.
+pub(crate) enum Bounce {
+    /// Goes back by [`give`].
+    Pageable(LentMut),
+    /// Goes back by itself, when its last handle is gone.
+    Locked(LentMut),
+}
+
+impl Bounce {
+    /// All of its memory.
+    pub fn memory(&self) -> &LentMut {
+        match self {
+            Self::Pageable(memory) | Self::Locked(memory) => memory,
+        }
+    }
+}
+
+fn pageable(wanted: usize) -> LentMut {
     let mut free = FREE.lock().expect("never poisoned");
     if let Some(at) = free.iter().position(|buffer| buffer.len() == wanted) {
         return free.swap_remove(at);
@@ -32,7 +58,8 @@ pub(crate) fn take(bytes: u64) -> LentMut {
 }
 
 /// Keeps the buffer for the next read.
-pub(crate) fn give(buffer: LentMut) {
+pub(crate) fn give(buffer: Bounce) {
+    let Bounce::Pageable(buffer) = buffer else { return };
     let mut free = FREE.lock().expect("never poisoned");
     let kept: usize = free.iter().map(LentMut::len).sum();
     if buffer.len() as u64 <= REQUEST_BYTES && kept + buffer.len() <= KEPT_BYTES {

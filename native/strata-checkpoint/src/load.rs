@@ -16,12 +16,13 @@ use tokio::task::JoinSet;
 use self::check::Checks;
 pub(crate) use self::check::verify_block;
 pub use self::together::{Piece, Round, Together};
+use crate::bounce::{self, Bounce};
 use crate::destination::{Destination, watch};
 use crate::geometry::StridedCopy;
 use crate::open::{Checkpoint, Source};
 use crate::plan::{self, BlockRead, Request};
 use crate::siblings::{Siblings, explained};
-use crate::{Error, Result, bounce};
+use crate::{Error, Result};
 
 /// One region of one row, and the memory that it fills.
 #[derive(Clone)]
@@ -77,7 +78,7 @@ pub async fn read(
         tensors.into_iter().map(|read| (read.row, read.destination)).chain(blob_reads).collect();
     let (inline, stored): (Vec<_>, Vec<_>) = wanted.into_iter().partition(|(row, _)| items[*row].inline.is_some());
     for (row, destination) in &inline {
-        destination.scatter(0, items[*row].inline.as_deref().expect("partitioned so"));
+        destination.scatter(0, items[*row].inline.as_deref().expect("partitioned so"))?;
     }
     let requests = plan::requests(items, &stored);
     let job = Arc::new(Job::new(store, checkpoint, stored, mode, Arc::default())?);
@@ -208,13 +209,14 @@ async fn read_request(job: Arc<Job>, request: Request) -> Result<()> {
         for Landed { block, memory, .. } in &bounced {
             for index in &block.destinations {
                 let _alone = job.shared[*index].then(|| job.filling.lock().expect("a copy does not panic"));
-                job.stored[*index].1.scatter(block.payload.start, memory.as_slice());
+                job.stored[*index].1.scatter(block.payload.start, memory.as_slice())?;
             }
         }
+        drop(bounced);
         bounce::give(buffer);
+        Ok(())
     };
-    tokio::task::spawn_blocking(scatter).await.expect("a copy does not panic");
-    Ok(())
+    tokio::task::spawn_blocking(scatter).await.expect("a copy does not panic")
 }
 
 impl Job {
@@ -269,7 +271,7 @@ fn named(error: strata_io::Error, own: &str, object: &crate::item::Object) -> Er
 
 /// Memory for every byte of the request, in order: destinations where a block fits in one piece, a kept buffer for
 /// the rest and the gaps.
-fn place(job: &Job, request: &Request) -> (Vec<LentMut>, Vec<Landed>, Option<LentMut>) {
+fn place(job: &Job, request: &Request) -> (Vec<LentMut>, Vec<Landed>, Option<Bounce>) {
     let direct_of = |block: &BlockRead| match (job.mode, block.destinations.as_slice()) {
         (VerifyMode::InPlace, [only]) if !job.shared[*only] => job.stored[*only].1.direct(block.payload.clone()),
         _ => None,
@@ -277,8 +279,10 @@ fn place(job: &Job, request: &Request) -> (Vec<LentMut>, Vec<Landed>, Option<Len
     let directs: Vec<Option<LentMut>> = request.blocks.iter().map(direct_of).collect();
     let direct_bytes: u64 = directs.iter().flatten().map(|memory| memory.len() as u64).sum();
     let bounced = request.range.end - request.range.start - direct_bytes;
-    let buffer = (bounced > 0).then(|| bounce::take(bounced));
-    let mut free = buffer.as_ref().map(watch);
+    let mut destinations = request.blocks.iter().flat_map(|block| &block.destinations);
+    let device = destinations.find_map(|index| job.stored[*index].1.device());
+    let buffer = (bounced > 0).then(|| bounce::take(bounced, device));
+    let mut free = buffer.as_ref().map(|buffer| watch(buffer.memory()));
     let mut cut = |bytes: u64| free.as_mut().expect("sized for all that bounces").split_to(bytes as usize);
 
     let (mut targets, mut landed) = (Vec::new(), Vec::new());

@@ -35,7 +35,7 @@ impl Payload {
     pub(crate) fn identity(&self) -> (Option<u32>, u64, u64) {
         match self {
             Self::Host(bytes) => (None, bytes.as_ptr() as u64, bytes.len() as u64),
-            Self::Device(memory) => (Some(memory.ordinal()), memory.address(), memory.len()),
+            Self::Device(memory) => (Some(memory.device().ordinal), memory.address(), memory.len()),
         }
     }
 
@@ -81,17 +81,16 @@ fn stage(part_bytes: u64, ranges: &[(u64, &Payload, Range<u64>)]) -> Result<Byte
     };
     let copies: Vec<(u64, DeviceMemory, Range<u64>)> = ranges.iter().filter_map(on_device).collect();
     let Some((_, first, _)) = copies.first() else { return Ok(Bytes::new()) };
-    let driver = first.driver().clone();
-    let mut buffer = PinnedBuffer::take(&driver, first.ordinal(), part_bytes as usize);
+    let mut buffer = PinnedBuffer::take(first.device(), part_bytes as usize);
     let mut of_device: BTreeMap<u32, Vec<(u64, &mut [u8])>> = BTreeMap::new();
     let (mut rest, mut passed) = (buffer.as_mut_slice(), 0);
     for (at, memory, range) in &copies {
         let (target, after) = rest[(at - passed) as usize..].split_at_mut((range.end - range.start) as usize);
-        of_device.entry(memory.ordinal()).or_default().push((memory.address() + range.start, target));
+        of_device.entry(memory.device().ordinal).or_default().push((memory.address() + range.start, target));
         (rest, passed) = (after, at + range.end - range.start);
     }
     for (ordinal, mut pieces) in of_device {
-        driver.read(ordinal, &mut pieces)?;
+        first.device().driver.read(ordinal, &mut pieces)?;
     }
     Ok(Bytes::from_owner(buffer))
 }

@@ -9,9 +9,9 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use libloading::Library;
-use strata_io::lent::Lease;
+use strata_io::lent::{Lease, LentMut};
 
-use crate::{DeviceMemory, Driver, Error, Result};
+use crate::{Device, DeviceMemory, Driver, Error, PinnedBuffer, Result};
 
 type Status = c_int;
 const SUCCESS: Status = 0;
@@ -37,13 +37,22 @@ pub fn cuda() -> Result<Arc<dyn Driver>> {
 }
 
 impl DeviceMemory {
-    /// `bytes` from `address` on of device `ordinal`, owned by something under `lease`.
+    /// `bytes` from `address` on of `device`, owned by something under `lease`.
     ///
     /// # Safety
     /// The range is memory of that device until `lease` is dropped: with one address space for host and devices, the
     /// driver would follow an address of the host too.
-    pub unsafe fn lend(driver: Arc<dyn Driver>, ordinal: u32, address: u64, bytes: u64, lease: Lease) -> Self {
-        Self { driver, ordinal, address, bytes, _lease: lease }
+    pub unsafe fn lend(device: Device, address: u64, bytes: u64, lease: Lease) -> Self {
+        Self { device, address, bytes, _lease: lease }
+    }
+}
+
+impl PinnedBuffer {
+    /// The buffer as memory to be read into; it goes back to be used again when the last handle on it is gone.
+    pub fn lent(mut self) -> LentMut {
+        let (first, bytes) = (self.as_mut_slice().as_mut_ptr(), self.as_ref().len());
+        // SAFETY: the buffer is ours alone, and the lease keeps it.
+        unsafe { LentMut::new(first, bytes, Arc::new(self)) }
     }
 }
 
@@ -66,17 +75,17 @@ struct Functions {
 
 /// A device's primary context and our own stream in it; both live as long as the process.
 #[derive(Clone, Copy)]
-struct Device {
+struct Opened {
     context: Handle,
     stream: Handle,
 }
 
 // SAFETY: handles of the driver may be used on any thread.
-unsafe impl Send for Device {}
+unsafe impl Send for Opened {}
 
 struct Cuda {
     call: Functions,
-    devices: Mutex<HashMap<u32, Device>>,
+    devices: Mutex<HashMap<u32, Opened>>,
 }
 
 impl std::fmt::Debug for Cuda {
@@ -139,7 +148,7 @@ impl Cuda {
     }
 
     /// The device, made current on this thread.
-    fn enter(&self, ordinal: u32) -> Result<Device> {
+    fn enter(&self, ordinal: u32) -> Result<Opened> {
         let mut devices = self.devices.lock().expect("no panic while held");
         if let Some(device) = devices.get(&ordinal) {
             // SAFETY: the context is retained for good.
@@ -156,7 +165,7 @@ impl Cuda {
             self.check("cuCtxSetCurrent", ordinal, (self.call.context_set_current)(context))?;
             self.check("cuStreamCreate", ordinal, (self.call.stream_create)(&mut stream, NON_BLOCKING))?;
         }
-        let device = Device { context, stream };
+        let device = Opened { context, stream };
         devices.insert(ordinal, device);
         Ok(device)
     }

@@ -1,6 +1,7 @@
 //! What a device's driver must do for us.
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 /// Result of a copy from or to a device.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -21,6 +22,15 @@ pub enum Error {
         /// The driver's own words.
         detail: String,
     },
+}
+
+/// One device of a driver.
+#[derive(Debug, Clone)]
+pub struct Device {
+    /// Who copies.
+    pub driver: Arc<dyn Driver>,
+    /// Number of the device, as torch counts.
+    pub ordinal: u32,
 }
 
 /// Copies between the host and devices. Every call returns when the copies have ended, also after an error.

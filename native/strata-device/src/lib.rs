@@ -11,6 +11,6 @@ mod pinned;
 pub mod testing;
 
 pub use cuda::cuda;
-pub use driver::{Driver, Error, Result};
+pub use driver::{Device, Driver, Error, Result};
 pub use memory::DeviceMemory;
 pub use pinned::PinnedBuffer;

@@ -2,17 +2,15 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
 
 use strata_io::lent::Lease;
 
-use crate::{Driver, Result};
+use crate::{Device, Result};
 
 /// Dense memory on one device, lent for as long as a clone of this is kept.
 #[derive(Clone)]
 pub struct DeviceMemory {
-    pub(crate) driver: Arc<dyn Driver>,
-    pub(crate) ordinal: u32,
+    pub(crate) device: Device,
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     pub(crate) _lease: Lease,
@@ -29,19 +27,14 @@ impl DeviceMemory {
         self.bytes == 0
     }
 
-    /// Number of the device, as torch counts.
-    pub fn ordinal(&self) -> u32 {
-        self.ordinal
+    /// Where it is.
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     /// Address on the device.
     pub fn address(&self) -> u64 {
         self.address
-    }
-
-    /// The driver that copies.
-    pub fn driver(&self) -> &Arc<dyn Driver> {
-        &self.driver
     }
 
     /// Copies `range` into `target`, which is as long. Blocks.
@@ -53,12 +46,12 @@ impl DeviceMemory {
     /// If the range reaches past the end.
     pub fn read(&self, range: Range<u64>, target: &mut [u8]) -> Result<()> {
         assert!(range.end <= self.bytes && range.end - range.start == target.len() as u64, "{range:?} of {self:?}");
-        self.driver.read(self.ordinal, &mut [(self.address + range.start, target)])
+        self.device.driver.read(self.device.ordinal, &mut [(self.address + range.start, target)])
     }
 }
 
 impl fmt::Debug for DeviceMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeviceMemory({} bytes on device {})", self.bytes, self.ordinal)
+        write!(f, "DeviceMemory({} bytes on device {})", self.bytes, self.device.ordinal)
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use strata_io::lent::LentMut;
 
-use crate::Driver;
+use crate::{Device, Driver};
 
 /// Locked memory that stays allocated while nobody copies; as much as a store's default budget in flight.
 const KEPT_BYTES: usize = 256 << 20;
@@ -34,8 +34,8 @@ impl Drop for Locked {
 }
 
 impl PinnedBuffer {
-    /// A buffer of `bytes` for copies from and to device `ordinal`; its content is anything.
-    pub fn take(driver: &Arc<dyn Driver>, ordinal: u32, bytes: usize) -> Self {
+    /// A buffer of `bytes` for copies from and to `device`; its content is anything.
+    pub fn take(Device { driver, ordinal }: &Device, bytes: usize) -> Self {
         let fits = |kept: &Locked| kept.memory.len() >= bytes && Arc::ptr_eq(&kept.driver, driver);
         let mut free = FREE.lock().expect("never poisoned");
         // The smallest that fits, so that a large one is there when it is needed.
@@ -44,7 +44,7 @@ impl PinnedBuffer {
         drop(free);
         let locked = kept.unwrap_or_else(|| {
             let mut memory = LentMut::owned(bytes);
-            let is_locked = driver.pin(ordinal, memory.as_mut_slice()).is_ok();
+            let is_locked = driver.pin(*ordinal, memory.as_mut_slice()).is_ok();
             Locked { memory, driver: driver.clone(), is_locked }
         });
         Self { locked: Some(locked), bytes }

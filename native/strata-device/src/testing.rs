@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use crate::{DeviceMemory, Driver, Error, Result};
+use crate::{Device, DeviceMemory, Driver, Error, Result};
 
 /// One device, number 0, whose memory begins at address [`StandIn::BASE`].
 #[derive(Debug)]
@@ -26,8 +26,7 @@ impl StandIn {
     /// `range` of the memory of `device`; reaching past its end fails when it is copied, as on a GPU.
     pub fn lend(device: &Arc<Self>, range: Range<u64>) -> DeviceMemory {
         DeviceMemory {
-            driver: device.clone(),
-            ordinal: 0,
+            device: Device { driver: device.clone(), ordinal: 0 },
             address: Self::BASE + range.start,
             bytes: range.end - range.start,
             _lease: Arc::new(()),

@@ -9,7 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use strata_checkpoint::Destination;
 use strata_checkpoint::geometry::StridedCopy;
-use strata_device::{DeviceMemory, Result};
+use strata_device::{Device, DeviceMemory, Result};
 use strata_io::lent::{Lease, LentMut, lend};
 
 /// Python objects whose memory is lent. The last operation that can touch the memory drops it, on any thread.
@@ -70,9 +70,9 @@ pub(crate) fn lend_memory(address: usize, bytes: usize, lease: &Lease) -> Bytes 
 
 /// `bytes` of memory at `address` of the CUDA device `ordinal`, owned by something under `lease`.
 pub(crate) fn lend_device(ordinal: u32, address: usize, bytes: usize, lease: &Lease) -> Result<DeviceMemory> {
-    let driver = strata_device::cuda()?;
+    let device = Device { driver: strata_device::cuda()?, ordinal };
     // SAFETY: as above, with a tensor of that device.
-    Ok(unsafe { DeviceMemory::lend(driver, ordinal, address as u64, bytes as u64, lease.clone()) })
+    Ok(unsafe { DeviceMemory::lend(device, address as u64, bytes as u64, lease.clone()) })
 }
 
 /// `bytes` of memory at `address` to be written, owned by something under `lease`.
@@ -81,8 +81,18 @@ pub(crate) fn lend_buffer(address: usize, bytes: usize, lease: &Lease) -> LentMu
     unsafe { LentMut::new(address as *mut u8, bytes, lease.clone()) }
 }
 
-/// A destination at `address`, owned by something under `lease`.
-pub(crate) fn destination(address: usize, copy: StridedCopy, lease: &Lease) -> Destination {
-    // SAFETY: as above; the caller's tensor has the shape and strides that `copy` was made from.
-    unsafe { Destination::new(address as *mut u8, copy, lease.clone()) }
+/// A destination at `address` of the host, or of a CUDA device, owned by something under `lease`.
+pub(crate) fn destination(
+    ordinal: Option<u32>,
+    address: usize,
+    copy: StridedCopy,
+    lease: &Lease,
+) -> Result<Destination> {
+    let Some(ordinal) = ordinal else {
+        // SAFETY: as above; the caller's tensor has the shape and strides that `copy` was made from.
+        return Ok(unsafe { Destination::new(address as *mut u8, copy, lease.clone()) });
+    };
+    let device = Device { driver: strata_device::cuda()?, ordinal };
+    // SAFETY: as above, with a tensor of that device.
+    Ok(unsafe { Destination::on_device(device, address as u64, copy, lease.clone()) })
 }

@@ -60,8 +60,8 @@ type RawPlain = (Vec<u8>, String, u64, u64, String, Vec<u64>);
 /// kind, dtype, shape, strides.
 type Described = (u32, String, Vec<u64>, Vec<u64>);
 
-/// row, first element, lengths, address, destination strides, owner.
-pub(crate) type RawRead<'py> = (usize, Vec<u64>, Vec<u64>, usize, Vec<i64>, Bound<'py, PyAny>);
+/// row, first element, lengths, device, address, destination strides, owner.
+pub(crate) type RawRead<'py> = (usize, Vec<u64>, Vec<u64>, i64, usize, Vec<i64>, Bound<'py, PyAny>);
 
 impl Checkpoint {
     /// As it is; what stock items are found to be later is in another one.
@@ -284,11 +284,15 @@ pub(crate) fn copy_of(item: &Item, first: &[u64], lengths: &[u64], strides: &[i6
 pub(crate) fn lend_destinations(checkpoint: &core::Checkpoint, raw: Vec<RawRead<'_>>) -> PyResult<Vec<TensorRead>> {
     let mut owners = Owners::default();
     let mut copies = Vec::with_capacity(raw.len());
-    for (row, first, lengths, address, strides, owner) in raw {
-        copies.push((row, address, copy_of(Checkpoint::item(checkpoint, row)?, &first, &lengths, &strides)?));
+    for (row, first, lengths, device, address, strides, owner) in raw {
+        let ordinal = u32::try_from(device).ok();
+        copies.push((row, ordinal, address, copy_of(Checkpoint::item(checkpoint, row)?, &first, &lengths, &strides)?));
         owners.keep(owner);
     }
     let lease = owners.lease();
-    let lend = |(row, address, copy)| TensorRead { row, destination: destination(address, copy, &lease) };
-    Ok(copies.into_iter().map(lend).collect())
+    let lend = |(row, ordinal, address, copy)| {
+        let destination = destination(ordinal, address, copy, &lease);
+        Ok(TensorRead { row, destination: destination.map_err(core::Error::from).map_err(to_py)? })
+    };
+    copies.into_iter().map(lend).collect()
 }

@@ -256,7 +256,7 @@ fn take_up(job: &Job, block: &BlockRead, memory: &LentMut) -> Result<()> {
     check(job, block, digest)?;
     for index in &block.destinations {
         let _alone = job.shared[*index].then(|| job.filling.lock().expect("a copy does not panic"));
-        job.stored[*index].1.scatter(block.payload.start, bytes);
+        job.stored[*index].1.scatter(block.payload.start, bytes)?;
     }
     Ok(())
 }
