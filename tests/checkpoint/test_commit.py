@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.checkpoint.manifests import manifest_of, number, text, with_fields
 from tests.checkpoint.ranks import run_ranks
 from tests.checkpoint.states import failure_of, load, save
 from torch_strata import (
+    CheckpointNotFoundError,
     CorruptionError,
     ManifestError,
     ObjectNotFoundError,
@@ -110,6 +112,29 @@ def test_superseded_objects_go_with_the_commit(tmp_path):
     before = objects(tmp_path / "c")
     assert save_value(2.0, tmp_path / "c").stats.collected == 1
     assert not before & objects(tmp_path / "c")
+
+
+def test_a_load_with_a_lease_outlives_saves_that_supersede_what_it_reads(tmp_path):
+    place, planner, out = tmp_path / "c", DefaultLoadPlanner(), {"w": torch.zeros(200_000), "n": 0.0}
+    save_value(1.0, place)
+    reader = StrataReader(place, lease=timedelta(minutes=5))
+    metadata = reader.read_metadata()
+    save_value(2.0, place)
+    save_value(3.0, place)
+    planner.set_up_planner(out, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    assert out["n"] == 1.0 and bool((out["w"] == 1.0).all())
+    assert os.listdir(place / ".strata" / "leases") == []
+    assert save_value(4.0, place).stats.collected == 3
+    assert len(objects(place)) == 1 and found(place) == 4
+
+
+def test_a_reader_with_a_lease_leaves_nothing_where_no_checkpoint_is(tmp_path):
+    error = failure_of(lambda: load({"n": 0.0}, tmp_path / "c", lease=timedelta(minutes=5)))
+    assert isinstance(error, CheckpointNotFoundError)
+    assert os.listdir(tmp_path) == []
 
 
 def test_superseded_objects_stay_while_a_reader_holds_a_lease(tmp_path):

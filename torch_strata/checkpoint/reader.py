@@ -5,12 +5,14 @@ verified on every read.
 """
 
 import logging
+import math
 import os
 import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -32,6 +34,9 @@ from torch_strata.errors import CheckpointError, CheckpointNotFoundError, Config
 __all__ = ["ReadStats", "StrataReader"]
 
 _logger = logging.getLogger(__name__)
+
+# Collection looks here: an expiry in Unix seconds, and a nonce.
+_LEASES_FOLDER = ".strata/leases/"
 
 # A rank's manifest, then its index for stock: a save without collectives that was killed left only the manifest.
 _RANK_FOLDER = ".strata/ranks/"
@@ -92,6 +97,9 @@ class StrataReader(StorageReader):
         process_group: Ranks that all load together with such a reader, in which what several of them need leaves the
             store once and is handed on. It must move what is in the CPU's memory, as gloo does. Not pickled, and not
             used for what ranks have saved on their own.
+        lease: How long a load may take during which no save removes what it reads. Each rank writes a small object to
+            the checkpoint's ``.strata/leases/`` and removes it after the load; one that was killed expires. Without a
+            lease a load that meets a removed object begins again, on one rank, or raises ObjectNotFoundError.
 
     Pass it to ``dcp.load(state, storage_reader=...)`` on every rank.
 
@@ -109,11 +117,16 @@ class StrataReader(StorageReader):
         allow_dtype_cast: bool = False,
         trusted_classes: Sequence[Trusted] = (),
         process_group: dist.ProcessGroup | None = None,
+        lease: timedelta | None = None,
     ) -> None:
         super().__init__()
         if verify not in ("inplace", "before"):
             raise ConfigError(f"verify: expected 'inplace' or 'before', found {verify!r}")
+        if lease is not None and (not isinstance(lease, timedelta) or lease <= timedelta(0)):
+            raise ConfigError(f"lease: expected a timedelta above 0, found {lease!r}")
         self._config = resolve_config(config, storage_options)
+        self._lease_length = lease
+        self._lease: str | None = None
         self._settings = LoadSettings(
             verify=verify,
             allow_dtype_cast=allow_dtype_cast,
@@ -133,7 +146,7 @@ class StrataReader(StorageReader):
         self._stats: ReadStats | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_opened_store": None, "_group": None}
+        return {**self.__dict__, "_opened": None, "_opened_store": None, "_group": None, "_lease": None}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -152,6 +165,7 @@ class StrataReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, from another place if one is given."""
+        self._release()
         if checkpoint_id:
             self._place = checkpoint_id
             self._opened_store = None
@@ -223,10 +237,13 @@ class StrataReader(StorageReader):
         With a group every rank raises what one of them has failed at.
         """
         started = time.monotonic()
-        if self._group is not None and self._rank is None:
-            stats = self._read_with(self._group, plan, planner)
-        else:
-            stats = self._read_alone(plan, planner)
+        try:
+            if self._group is not None and self._rank is None:
+                stats = self._read_with(self._group, plan, planner)
+            else:
+                stats = self._read_alone(plan, planner)
+        finally:
+            self._release()
         self._stats = replace(stats, seconds=time.monotonic() - started)
         future: Future[None] = Future()
         future.set_result(None)
@@ -263,9 +280,28 @@ class StrataReader(StorageReader):
 
     def _open(self, rank: int | None) -> Opened:
         opened = open_checkpoint(self._store(), self._place, rank=rank)
+        if self._lease_length is not None and self._lease is None:
+            self._take_lease(self._lease_length)
+            # What was opened may have been superseded, and collected, before the lease was there.
+            opened = open_checkpoint(self._store(), self._place, rank=rank)
         for warning in opened.native.warnings:
             _logger.warning("%s", warning)
         return opened
+
+    def _take_lease(self, length: timedelta) -> None:
+        expiry = math.ceil(time.time() + length.total_seconds())
+        name = f"{_LEASES_FOLDER}{expiry:020}-{uuid.uuid4().hex}"
+        self._store().put(name, b"")
+        self._lease = name
+
+    def _release(self) -> None:
+        if self._lease is None:
+            return
+        name, self._lease = self._lease, None
+        try:
+            self._store().delete(name)
+        except StrataError as error:
+            _logger.warning("%s: a lease stays until it expires: %s", os.fspath(self._place), error)
 
     def _store(self) -> _native.Store:
         if self._opened_store is None:
