@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,22 +13,14 @@ from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from torch_strata import _native
-from torch_strata.checkpoint._exchange import Exchange, Lent, Region, Sharing
+from torch_strata.checkpoint._exchange import Exchange, Lent, Region
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._metadata import dtype_of, encode_fqn
 from torch_strata.checkpoint._opened import Opened
+from torch_strata.checkpoint._part import Part, bump_versions, copy_into, lent, place_of, takes_bytes
 from torch_strata.checkpoint._payload import Trusted, load_tensor, load_value
-from torch_strata.checkpoint._tensors import (
-    HOST,
-    PLAIN_TYPES,
-    contiguous_strides,
-    device_number,
-    is_plain,
-    is_reachable,
-    overlaps_itself,
-    settled,
-    wait_for_kernels,
-)
+from torch_strata.checkpoint._tensors import PLAIN_TYPES, device_number, overlaps_itself, settled, wait_for_kernels
+from torch_strata.checkpoint._together import separated, share_blobs, share_regions
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError, StrataError
 
@@ -79,29 +71,6 @@ class ReadStats:
         )
 
 
-@dataclass
-class _Part:
-    """One ReadItem on its way: where it is stored and where it goes."""
-
-    item: ReadItem
-    row: int
-    kind: int
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    transforms: tuple[str, ...]
-    target: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    value: Any = None
-
-    @property
-    def fqn(self) -> str:
-        return self.item.storage_index.fqn
-
-    @property
-    def is_blob(self) -> bool:
-        return self.item.type is LoadItemType.BYTE_IO or self.kind == _native.TORCH_SAVE or bool(self.transforms)
-
-
 @gc_paused()
 def load_plan(
     opened: Opened, plan: LoadPlan, planner: LoadPlanner, settings: LoadSettings, exchange: Exchange | None = None
@@ -123,7 +92,7 @@ def load_plan(
     resolve = _resolver(planner)
     for part in tensors:
         _resolve(opened, part, resolve, settings)
-    wait_for_kernels(device_number(part.target) for part in tensors if _takes_bytes(part))
+    wait_for_kernels(device_number(part.target) for part in tensors if takes_bytes(part))
     framed = [part for part in tensors if part.is_blob]
     regions = [part for part in tensors if not part.is_blob]
     if exchange is None:
@@ -131,7 +100,7 @@ def load_plan(
     else:
         stats = _read_together(opened, [part for part in parts if part.is_blob], regions, settings, exchange)
     for part in framed:
-        _copy(part.target, part.value)
+        copy_into(part.target, part.value)
     for part in tensors:
         _guarded(part, lambda part=part: planner.commit_tensor(part.item, part.target))
     for part in values:
@@ -139,7 +108,7 @@ def load_plan(
     return stats
 
 
-def _locate(opened: Opened, items: Sequence[ReadItem]) -> list[_Part]:
+def _locate(opened: Opened, items: Sequence[ReadItem]) -> list[Part]:
     keys = [_key(item) for item in items]
     rows = opened.native.rows(keys)
     for row, (fqn, offsets) in zip(rows, keys, strict=True):
@@ -148,7 +117,7 @@ def _locate(opened: Opened, items: Sequence[ReadItem]) -> list[_Part]:
             raise CorruptionError(f"{opened.where}: no object holds {fqn.decode('utf-8', 'replace')!r}{at}")
     described = opened.native.describe(rows)
     return [
-        _Part(item, row, kind, dtype, tuple(shape), tuple(strides), opened.transforms.get(key, ()))
+        Part(item, row, kind, dtype, tuple(shape), tuple(strides), opened.transforms.get(key, ()))
         for item, key, row, (kind, dtype, shape, strides) in zip(items, keys, rows, described, strict=True)
     ]
 
@@ -158,7 +127,7 @@ def _key(item: ReadItem) -> tuple[bytes, tuple[int, ...] | None]:
     return encode_fqn(index.fqn), None if index.offset is None else tuple(index.offset)
 
 
-def _check_value(opened: Opened, part: _Part, planner: LoadPlanner) -> None:
+def _check_value(opened: Opened, part: Part, planner: LoadPlanner) -> None:
     """A value replaces its destination unseen; DCP's own planners let us look at it before."""
     if part.kind != _native.BYTES and not part.transforms:
         raise CorruptionError(f"{opened.where}: {part.fqn!r}: the index says a pickled value, a tensor is stored")
@@ -195,7 +164,7 @@ def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], Any]:
     return resolve
 
 
-def _resolve(opened: Opened, part: _Part, resolve: Callable[[ReadItem], Any], settings: LoadSettings) -> None:
+def _resolve(opened: Opened, part: Part, resolve: Callable[[ReadItem], Any], settings: LoadSettings) -> None:
     item, name = part.item, f"{opened.where}: {part.fqn!r}"
     found = _guarded(part, lambda: resolve(item))
     if not isinstance(found, torch.Tensor):
@@ -235,22 +204,22 @@ def _check_region(name: str, shape: tuple[int, ...], item: ReadItem) -> None:
 
 
 def _read_together(
-    opened: Opened, blobs: Sequence[_Part], regions: Sequence[_Part], settings: LoadSettings, exchange: Exchange
+    opened: Opened, blobs: Sequence[Part], regions: Sequence[Part], settings: LoadSettings, exchange: Exchange
 ) -> ReadStats:
     """As `_read_blobs`, then `_read_regions`, with what several ranks need read once."""
     # What stock has transformed may be found to be a tensor, which is not to be read as one.
     rows = list(dict.fromkeys(part.row for part in blobs if part.kind != _native.TENSOR))
-    joint, apart = _separated(regions)
+    joint, apart = separated(regions)
     wanted: list[list[Region]] = [
         [(row, (), ()) for row in rows],
         [(part.row, tuple(part.item.storage_offsets), tuple(part.item.lengths)) for part in joint],
     ]
     pickled, tensors = exchange.share(opened.native, wanted, verify=settings.verify)
-    payloads, checked = _share_blobs(opened, rows, pickled, exchange)
+    payloads, checked = share_blobs(opened, rows, pickled, exchange)
     stats = _read_blobs(opened, blobs, settings, payloads).plus(checked)
     apart += [part for part, span in zip(joint, tensors.spans, strict=True) if span is None]
     stats = _read_regions(opened, apart, settings, stats)
-    stats = stats.plus(_share_regions(joint, tensors, exchange))
+    stats = stats.plus(share_regions(joint, tensors, exchange))
     exchange.close()
     return replace(
         stats,
@@ -260,77 +229,8 @@ def _read_together(
     )
 
 
-def _separated(parts: Sequence[_Part]) -> tuple[list[_Part], list[_Part]]:
-    """Parts that may be read in any order, tied ones once; and those that may share memory with another."""
-    distinct: dict[Any, _Part] = {}
-    for part in parts:
-        if part.target.numel():
-            distinct.setdefault((_place(part.target), part.row, tuple(part.item.storage_offsets)), part)
-    # Parts of one destination are boxes of it, which do not overlap however their rows interleave in memory.
-    places: dict[Any, list[_Part]] = {}
-    for part in distinct.values():
-        places.setdefault(part.item.dest_index if is_plain(part.target) else None, []).append(part)
-    apart = places.pop(None, [])
-    extents = sorted((*_extent(members), number) for number, members in enumerate(places.values()))
-    clashing: set[int] = set()
-    furthest: tuple[str, int, int, int] | None = None
-    for extent in extents:
-        device, start, end, number = extent
-        is_near = furthest is not None and device == furthest[0]
-        if furthest is not None and is_near and start < furthest[2]:
-            clashing |= {number, furthest[3]}
-        if furthest is None or not is_near or end > furthest[2]:
-            furthest = extent
-    joint: list[_Part] = []
-    for number, members in enumerate(places.values()):
-        (apart if number in clashing else joint).extend(members)
-    return joint, apart
-
-
-def _extent(parts: Sequence[_Part]) -> tuple[str, int, int]:
-    """Device of the parts of one destination, their lowest address, and one past the highest."""
-    ends = []
-    for target in (part.target for part in parts):
-        elements = 1 + sum((n - 1) * stride for n, stride in zip(target.shape, target.stride(), strict=True))
-        ends.append(target.data_ptr() + elements * target.dtype.itemsize)
-    return str(parts[0].target.device), min(part.target.data_ptr() for part in parts), max(ends)
-
-
-def _share_blobs(
-    opened: Opened, rows: Sequence[int], sharing: Sharing, exchange: Exchange
-) -> tuple[dict[int, bytes], _native.ReadStats]:
-    shared = [row for row, span in zip(rows, sharing.spans, strict=True) if span is not None]
-    data_of = {row: bytearray(size) for row, size in zip(shared, opened.native.blob_bytes(shared), strict=True)}
-
-    def lend(index: int) -> Lent:
-        memory = torch.frombuffer(data_of[rows[index]], dtype=torch.uint8)
-        return rows[index], (), (), HOST, memory.data_ptr(), (), memory
-
-    checked = exchange.read(sharing, lend, lambda _: None)
-    return {row: bytes(data) for row, data in data_of.items()}, checked
-
-
-def _share_regions(parts: Sequence[_Part], sharing: Sharing, exchange: Exchange) -> _native.ReadStats:
-    temporaries: dict[int, torch.Tensor] = {}
-
-    def lend(index: int) -> Lent:
-        part = parts[index]
-        if _takes_bytes(part):
-            return _region(part, part.target)
-        temporaries[index] = torch.empty(tuple(part.item.lengths), dtype=dtype_of(part.dtype))
-        return _region(part, temporaries[index])
-
-    def done(index: int) -> None:
-        if index in temporaries:
-            _copy(parts[index].target, temporaries.pop(index))
-        else:
-            _bump_versions([parts[index].target])
-
-    return exchange.read(sharing, lend, done)
-
-
 def _read_blobs(
-    opened: Opened, parts: Iterable[_Part], settings: LoadSettings, known: Mapping[int, bytes] | None = None
+    opened: Opened, parts: Iterable[Part], settings: LoadSettings, known: Mapping[int, bytes] | None = None
 ) -> ReadStats:
     """Read, but for the rows that are `known`, and load what is pickled, before any tensor's destination changes."""
     blobs = [part for part in parts if part.is_blob]
@@ -346,7 +246,7 @@ def _read_blobs(
     return stats
 
 
-def _load_blob(opened: Opened, part: _Part, data: bytes, settings: LoadSettings) -> Any:
+def _load_blob(opened: Opened, part: Part, data: bytes, settings: LoadSettings) -> Any:
     if part.transforms:
         data = _undo_transforms(opened, part, data)
     where, trusted = opened.where, settings.trusted
@@ -359,7 +259,7 @@ def _load_blob(opened: Opened, part: _Part, data: bytes, settings: LoadSettings)
     return narrow_tensor_by_index(tensor, part.item.storage_offsets, part.item.lengths)
 
 
-def _undo_transforms(opened: Opened, part: _Part, data: bytes) -> bytes:
+def _undo_transforms(opened: Opened, part: Part, data: bytes) -> bytes:
     try:
         stream = _StorageReaderTransforms().transform_load_stream(part.item, part.transforms, io.BytesIO(data))
         return stream.read(-1)
@@ -368,66 +268,36 @@ def _undo_transforms(opened: Opened, part: _Part, data: bytes) -> bytes:
         raise CheckpointError(f"{opened.where}: cannot undo {names} of {part.fqn!r}: {error}") from error
 
 
-def _read_regions(opened: Opened, parts: Sequence[_Part], settings: LoadSettings, stats: ReadStats) -> ReadStats:
+def _read_regions(opened: Opened, parts: Sequence[Part], settings: LoadSettings, stats: ReadStats) -> ReadStats:
     """Read straight into every destination that lets us, through kept-small temporaries into the others."""
     direct: list[Lent] = []
-    bounced: list[_Part] = []
+    bounced: list[Part] = []
     seen: dict[Any, Any] = {}
     for part in parts:
         if not part.target.numel():
             continue
-        place, source = _place(part.target), (part.row, tuple(part.item.storage_offsets))
-        if not _takes_bytes(part) or seen.get(place, source) != source:
+        place, source = place_of(part.target), (part.row, tuple(part.item.storage_offsets))
+        if not takes_bytes(part) or seen.get(place, source) != source:
             bounced.append(part)
         elif place not in seen:
             seen[place] = source
-            direct.append(_region(part, part.target))
+            direct.append(lent(part, part.target))
     if direct:
         _, more = opened.native.read(direct, [], verify=settings.verify)
         stats = stats.plus(more)
-        _bump_versions(region[-1] for region in direct)
+        bump_versions(region[-1] for region in direct)
     for batch in _batches(bounced, settings.budget_bytes):
         temporaries = [torch.empty(tuple(p.item.lengths), dtype=dtype_of(p.dtype)) for p in batch]
-        regions = [_region(part, temporary) for part, temporary in zip(batch, temporaries, strict=True)]
+        regions = [lent(part, temporary) for part, temporary in zip(batch, temporaries, strict=True)]
         _, more = opened.native.read(regions, [], verify=settings.verify)
         stats = stats.plus(more)
         for part, temporary in zip(batch, temporaries, strict=True):
-            _copy(part.target, temporary)
+            copy_into(part.target, temporary)
     return stats
 
 
-def _place(target: torch.Tensor) -> Any:
-    # Tied destinations are read once; two different tensors into one place are copied in the plan's order.
-    return (target.data_ptr(), tuple(target.shape), tuple(target.stride())) if is_plain(target) else id(target)
-
-
-def _takes_bytes(part: _Part) -> bool:
-    target = part.target
-    return (
-        is_plain(target)
-        and is_reachable(target)
-        and (target.device.type == "cpu" or _is_one_run(part))
-        and target.dtype == dtype_of(part.dtype)
-        and not target.is_conj()
-        and not target.is_neg()
-        and target.data_ptr() != 0
-    )
-
-
-def _is_one_run(part: _Part) -> bool:
-    """Whether what is read lies in one piece on both sides: a device copies pieces, not elements."""
-    rows = tuple(part.item.lengths)[1:] == part.shape[1:]
-    return rows and part.strides == contiguous_strides(part.shape) and part.target.is_contiguous()
-
-
-def _region(part: _Part, memory: torch.Tensor) -> Lent:
-    item = part.item
-    first, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-    return (part.row, first, lengths, device_number(memory), memory.data_ptr(), tuple(memory.stride()), memory)
-
-
-def _batches(parts: Sequence[_Part], budget_bytes: int) -> Iterable[list[_Part]]:
-    batch: list[_Part] = []
+def _batches(parts: Sequence[Part], budget_bytes: int) -> Iterable[list[Part]]:
+    batch: list[Part] = []
     held = 0
     for part in parts:
         size = part.target.numel() * dtype_of(part.dtype).itemsize
@@ -440,17 +310,7 @@ def _batches(parts: Sequence[_Part], budget_bytes: int) -> Iterable[list[_Part]]
         yield batch
 
 
-def _bump_versions(tensors: Iterable[torch.Tensor]) -> None:
-    # Autograd learns that the memory changed, as it would from copy_().
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        target.copy_(source)
-
-
-def _set_value(planner: LoadPlanner, part: _Part) -> None:
+def _set_value(planner: LoadPlanner, part: Part) -> None:
     data, value = part.value
     fqn = part.item.dest_index.fqn
     if type(planner).load_bytes not in _KNOWN_LOAD_BYTES:
@@ -462,7 +322,7 @@ def _set_value(planner: LoadPlanner, part: _Part) -> None:
         planner.state_dict[fqn] = value
 
 
-def _guarded(part: _Part, call: Any) -> Any:
+def _guarded(part: Part, call: Any) -> Any:
     """Run a planner's code; its errors become ours, which can be pickled to the other ranks."""
     try:
         return call()
