@@ -92,9 +92,9 @@ def load_plan(
     resolve = _resolver(planner)
     for part in tensors:
         _resolve(opened, part, resolve, settings)
-    wait_for_kernels(device_number(part.target) for part in tensors if takes_bytes(part))
     framed = [part for part in tensors if part.is_blob]
     regions = [part for part in tensors if not part.is_blob]
+    wait_for_kernels(device_number(part.target) for part in regions if takes_bytes(part))
     if exchange is None:
         stats = _read_regions(opened, regions, settings, _read_blobs(opened, parts, settings))
     else:
