@@ -207,10 +207,7 @@ async fn read_request(job: Arc<Job>, request: Request) -> Result<()> {
     }
     let scatter = move || {
         for Landed { block, memory, .. } in &bounced {
-            for index in &block.destinations {
-                let _alone = job.shared[*index].then(|| job.filling.lock().expect("a copy does not panic"));
-                job.stored[*index].1.scatter(block.payload.start, memory.as_slice())?;
-            }
+            job.scatter(block, memory.as_slice())?;
         }
         drop(bounced);
         bounce::give(buffer);
@@ -230,6 +227,15 @@ impl Job {
         let siblings = Siblings::of(&*store, &checkpoint.manifest)?;
         let shared = shared_memory(&stored);
         Ok(Self { store, siblings, checkpoint, stored, shared, filling: Mutex::new(()), mode, checks })
+    }
+
+    /// Copies the block's `bytes` to every destination that takes some of them. Blocks.
+    fn scatter(&self, block: &BlockRead, bytes: &[u8]) -> Result<()> {
+        for index in &block.destinations {
+            let _alone = self.shared[*index].then(|| self.filling.lock().expect("a copy does not panic"));
+            self.stored[*index].1.scatter(block.payload.start, bytes)?;
+        }
+        Ok(())
     }
 
     /// What the store takes on the way: the digest that there is to compare with.

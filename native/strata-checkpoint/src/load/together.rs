@@ -164,12 +164,12 @@ impl Together {
     fn lay_out(&self, blocks: Vec<Block>, mut buffer: LentMut) -> Result<Layout> {
         let items = &self.checkpoint.manifest.items;
         let (mut landed, mut own, mut pieces) = (Vec::new(), Vec::<Owned>::new(), Vec::<Piece>::new());
-        let mut at = 0;
+        let (mut at, buffer_bytes) = (0, buffer.len());
         for Block { owner, needers, object, read, .. } in blocks {
-            let read = whole(read, items);
+            let read = whole_block(read, items);
             let bytes = (read.payload.end - read.payload.start) as usize;
             if bytes > buffer.len() {
-                return Err(Error::Plan(format!("a round needs more than the {at} bytes of its buffer")));
+                return Err(Error::Plan(format!("a round needs more than the {buffer_bytes} bytes of its buffer")));
             }
             let mut memory = buffer.split_to(bytes);
             if owner == self.rank {
@@ -210,7 +210,7 @@ fn is_for(piece: &Piece, needers: &[u32]) -> bool {
 }
 
 /// All of the block: ranks need other parts of it.
-fn whole(read: BlockRead, items: &[Item]) -> BlockRead {
+fn whole_block(read: BlockRead, items: &[Item]) -> BlockRead {
     let item = &items[read.row];
     let payload = block_range(read.block, item.payload_bytes);
     let file = item.payload_offset() + payload.start..item.payload_offset() + payload.end;
@@ -254,9 +254,5 @@ fn take_up(job: &Job, block: &BlockRead, memory: &LentMut) -> Result<()> {
         DigestKind::None => 0,
     };
     check(job, block, digest)?;
-    for index in &block.destinations {
-        let _alone = job.shared[*index].then(|| job.filling.lock().expect("a copy does not panic"));
-        job.stored[*index].1.scatter(block.payload.start, bytes)?;
-    }
-    Ok(())
+    job.scatter(block, bytes)
 }
