@@ -137,6 +137,16 @@ def test_a_reader_with_a_lease_leaves_nothing_where_no_checkpoint_is(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_load_that_cannot_read_the_metadata_gives_its_lease_back(tmp_path, monkeypatch):
+    def damaged(*_: object, **__: object) -> None:
+        raise CorruptionError("damaged")
+
+    save_value(1.0, tmp_path)
+    monkeypatch.setattr("torch_strata.checkpoint.reader.read_metadata", damaged)
+    assert isinstance(failure_of(lambda: load({"n": 0.0}, tmp_path, lease=timedelta(minutes=5))), CorruptionError)
+    assert os.listdir(tmp_path / ".strata" / "leases") == []
+
+
 def test_superseded_objects_stay_while_a_reader_holds_a_lease(tmp_path):
     place = tmp_path / "c"
     save_value(1.0, place)

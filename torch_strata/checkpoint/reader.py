@@ -185,10 +185,12 @@ class StrataReader(StorageReader):
             self._opened = self._open(rank)
             return self._metadata(self._opened, rank)
         except CheckpointNotFoundError as error:
+            self._release()
             if rank is None and self._has_rank_index():
                 raise
             return _UnreadMetadata(error)
         except StrataError as error:
+            self._release()
             return _UnreadMetadata(error)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
