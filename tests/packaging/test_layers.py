@@ -40,7 +40,10 @@ CRATE_MAY_DEPEND_ON = {
 }
 # Modules that decide: values in, values out. A module may be a file or a folder.
 PURE_MODULES = {
-    "strata-checkpoint": {"manifest", "layout", "retention", "container"},
+    "strata-checkpoint": {
+        *("layout", "container", "geometry", "item", "manifest", "plan", "share", "names", "plain", "record"),
+        "retention",
+    },
     "strata-data": {"order", "partition"},
     "strata-coordinator": {"state", "membership", "barrier", "assignment", "recovery"},
 }
