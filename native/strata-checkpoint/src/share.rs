@@ -124,46 +124,20 @@ impl Schedule {
     /// do not wait for each other.
     pub fn new(numbering: &Numbering, needs: Vec<Bits>, round_bytes: u64) -> Self {
         let world = needs.len();
-        let shared: Vec<&Range<usize>> =
-            numbering.payloads.iter().filter(|payload| is_shared(&needs, payload)).collect();
-        let shared_bytes: u64 = shared.iter().flat_map(|payload| &numbering.bytes[(*payload).clone()]).sum();
+        let payloads = numbering.payloads.iter().filter(|payload| is_shared(&needs, payload));
+        let shared: Vec<usize> = payloads.flat_map(Range::clone).collect();
+        let shared_bytes: u64 = shared.iter().map(|number| numbering.bytes[*number]).sum();
         // Each rank's part of a round, as far as a request may be that long.
         let stripe_bytes = (round_bytes.min(shared_bytes) / world as u64).clamp(BLOCK_BYTES, REQUEST_BYTES);
+        let mut draft = Draft::new(world, round_bytes, stripe_bytes);
         let mut turns = vec![None; numbering.len()];
-        let mut held: Vec<Vec<u64>> = Vec::new();
-        let mut loads = vec![0u64; world];
-        let mut stripes: HashMap<Vec<u32>, Stripe> = HashMap::new();
-        for payload in shared {
-            for number in payload.clone() {
-                let needers = needers(&needs, number);
-                if needers.is_empty() {
-                    continue;
-                }
-                let bytes = numbering.bytes[number];
-                let fits = |round: &Vec<u64>| {
-                    needers
-                        .iter()
-                        .all(|r| matches!(round[*r as usize], held if held == 0 || held + bytes <= round_bytes))
-                };
-                let stripe = stripes.entry(needers.clone()).or_default();
-                let room = held.iter().skip(stripe.round).position(fits);
-                let round = room.map_or(held.len(), |ahead| stripe.round + ahead);
-                if round == held.len() {
-                    held.push(vec![0; world]);
-                }
-                let goes_on = stripe.round == round && stripe.bytes > 0 && stripe.bytes + bytes <= stripe_bytes;
-                if !goes_on {
-                    let idlest = needers.iter().min_by_key(|rank| (loads[**rank as usize], **rank));
-                    *stripe = Stripe { round, owner: *idlest.expect("somebody needs it"), bytes: 0 };
-                }
-                stripe.bytes += bytes;
-                loads[stripe.owner as usize] += bytes;
-                needers.iter().for_each(|rank| held[round][*rank as usize] += bytes);
-                turns[number] = Some(Turn { round: round as u32, owner: stripe.owner });
+        for number in shared {
+            let needers = needers(&needs, number);
+            if !needers.is_empty() {
+                turns[number] = Some(draft.place(needers, numbering.bytes[number]));
             }
         }
-        let most_bytes = (0..world).map(|rank| held.iter().map(|round| round[rank]).max().unwrap_or(0)).collect();
-        Self { turns, most_bytes, rounds: held.len() as u32, needs }
+        Self { turns, most_bytes: draft.most_bytes(), rounds: draft.held.len() as u32, needs }
     }
 
     /// Number of rounds.
@@ -187,12 +161,63 @@ impl Schedule {
     }
 }
 
+/// A schedule in the making.
+struct Draft {
+    round_bytes: u64,
+    stripe_bytes: u64,
+    /// Of each round: the bytes that each rank takes.
+    held: Vec<Vec<u64>>,
+    /// Of each rank: the bytes that it reads.
+    loads: Vec<u64>,
+    /// Of each set of ranks: the stripe that its next block may go on.
+    stripes: HashMap<Vec<u32>, Stripe>,
+}
+
 /// The neighbouring blocks that one owner reads for the same ranks.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Stripe {
     round: usize,
     owner: u32,
     bytes: u64,
+}
+
+impl Draft {
+    fn new(world: usize, round_bytes: u64, stripe_bytes: u64) -> Self {
+        Self { round_bytes, stripe_bytes, held: Vec::new(), loads: vec![0; world], stripes: HashMap::new() }
+    }
+
+    /// Gives a block of `bytes` its turn, behind the blocks before it that the same ranks need.
+    fn place(&mut self, needers: Vec<u32>, bytes: u64) -> Turn {
+        let last = self.stripes.get(&needers).copied().unwrap_or_default();
+        let round = self.round_with_room(last.round, &needers, bytes);
+        let goes_on = last.round == round && last.bytes > 0 && last.bytes + bytes <= self.stripe_bytes;
+        let (owner, before) = if goes_on { (last.owner, last.bytes) } else { (self.idlest(&needers), 0) };
+        self.loads[owner as usize] += bytes;
+        needers.iter().for_each(|rank| self.held[round][*rank as usize] += bytes);
+        self.stripes.insert(needers, Stripe { round, owner, bytes: before + bytes });
+        Turn { round: round as u32, owner }
+    }
+
+    /// The first round from `from` on in which all `needers` can take `bytes` more, or nothing yet; a new one if none.
+    fn round_with_room(&mut self, from: usize, needers: &[u32], bytes: u64) -> usize {
+        let has_room = |held: u64| held == 0 || held + bytes <= self.round_bytes;
+        let fits = |round: &Vec<u64>| needers.iter().all(|rank| has_room(round[*rank as usize]));
+        if let Some(ahead) = self.held.iter().skip(from).position(fits) {
+            return from + ahead;
+        }
+        self.held.push(vec![0; self.loads.len()]);
+        self.held.len() - 1
+    }
+
+    /// Who of `needers` has the least to read; of equals the first.
+    fn idlest(&self, needers: &[u32]) -> u32 {
+        let idlest = needers.iter().min_by_key(|rank| (self.loads[**rank as usize], **rank));
+        *idlest.expect("somebody needs it")
+    }
+
+    fn most_bytes(&self) -> Vec<u64> {
+        (0..self.loads.len()).map(|rank| self.held.iter().map(|round| round[rank]).max().unwrap_or(0)).collect()
+    }
 }
 
 fn needers(needs: &[Bits], number: usize) -> Vec<u32> {
