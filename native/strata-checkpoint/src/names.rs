@@ -1,9 +1,6 @@
 //! Which names an index may hold, and which objects are ours. Pure.
 
-/// Whether `name` is one part of a path: what lies beside an index, nothing else.
-pub fn is_plain(name: &str) -> bool {
-    !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
-}
+use strata_io::is_plain;
 
 /// Whether `path` leads to an object inside the checkpoint: plain parts, none of them a drive or a scheme.
 pub fn is_inside(path: &str) -> bool {

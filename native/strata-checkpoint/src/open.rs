@@ -109,7 +109,8 @@ async fn look(store: &dyn Store, rank: Option<u32>, foreign: Option<&Foreign>) -
     let Newest { manifest, incomplete, is_outdated, warnings } = newest(store, rank).await?;
     let metadata = metadata_name(rank);
     let tail = metadata_tail(store, &metadata).await?;
-    // A rank's index of a save that not all ranks have committed: nobody may take it for stock's, or the ranks load a mix.
+    // A rank's index of a save that not all ranks have committed: nobody may take it for stock's, or the ranks load
+    // a mix.
     let is_incomplete = tail.as_deref().is_some_and(|tail| incomplete.iter().any(|id| carries(tail, id)));
     if let Some(manifest) = manifest {
         return match metadata_state(tail.as_deref(), &manifest) {

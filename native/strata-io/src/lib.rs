@@ -20,4 +20,4 @@ pub mod testing;
 pub use error::{Error, Result};
 pub use open::{IoConfig, SCHEMES, open};
 pub use remote::{PendingUpload, UPLOADS_FOLDER, discard_upload, pending_uploads};
-pub use store::{ObjectInfo, ObjectWriter, Part, PutMode, Store};
+pub use store::{ObjectInfo, ObjectWriter, Part, PutMode, Store, is_plain};

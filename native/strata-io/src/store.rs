@@ -141,9 +141,14 @@ pub trait Store: Debug + Send + Sync {
     }
 }
 
-/// Checks that a name has one part, so that it leads nowhere else.
+/// Whether `name` is one part of a path, so that it leads nowhere else.
+pub fn is_plain(name: &str) -> bool {
+    !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
+}
+
+/// Checks that a name [`is_plain`].
 pub(crate) fn check_plain(name: &str) -> Result<()> {
-    if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\\', '\0']) {
+    if !is_plain(name) {
         return Err(Error::Config(format!("{name:?} is not the name of a neighbour: expected one plain name")));
     }
     Ok(())

@@ -3,13 +3,13 @@
 use bytes::Bytes;
 use prost::Message;
 use strata_io::digest::{crc32, xxh3};
+use strata_io::is_plain;
 use strata_proto::v1;
 use strata_proto::v1::section::Kind;
 
 use super::columns::{Fault, decode_entries, decode_items};
 use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
 use crate::item::{Entry, Item, Object};
-use crate::names::is_plain;
 
 const PREAMBLE_BYTES: usize = 16;
 

@@ -3,7 +3,8 @@
 //! It speaks as much of S3 as uploads, ranged reads, listings and deletes need, trusts every signature, and
 //! lives on one thread for each connection. Large bodies are thrown away inside the kernel unless they are to
 //! be kept; then they go into memory that is used again once the object is gone, because fresh pages cost far
-//! more than the copy. A CRC-32 that comes with a kept body is checked. Never an example of a store: nothing is durable.
+//! more than the copy. A CRC-32 that comes with a kept body is checked. Never an example of a store: nothing is
+//! durable.
 
 mod objects;
 mod wire;
