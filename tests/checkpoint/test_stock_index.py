@@ -247,3 +247,13 @@ def test_a_wrong_index_is_not_mended_by_looking(place):
         assert problems and all(".metadata" in p for p in problems) and word in problems[0], (word, problems)
     path.write_bytes(content)
     assert verify(place).is_sound
+
+
+def test_differences_are_told_in_the_order_of_the_manifest(place):
+    path = place / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    names = list(metadata.state_dict_metadata)
+    metadata.state_dict_metadata.clear()
+    path.write_bytes(pickle.dumps(metadata))
+    problems = verify(place).problems
+    assert [problem.split("'")[1] for problem in problems] == names
