@@ -76,19 +76,10 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, F
         findings.problems.extend(piece.problems);
         whole.add(piece.item, piece.crc32, piece.payload_bytes);
     }
-    for (item, found) in whole.settled() {
-        match item.whole_crc32 {
-            // Not all of it was read, which has been said.
-            _ if unreadable.contains(&item.object) => {}
-            _ if !item.digests.is_empty() => {}
-            None => stats.unverified_bytes += item.payload_bytes,
-            Some(expected) if expected == found => stats.blocks_verified += num_blocks(item.payload_bytes),
-            Some(expected) => findings.problems.push(format!(
-                "{:?} in {}: expected crc32 {expected:#010x}, found {found:#010x}",
-                item.name(),
-                checkpoint.manifest.path_of(item.object)
-            )),
-        }
+    // What was not read whole has been said.
+    let read_whole = whole.crcs.into_iter().filter(|(item, _)| !unreadable.contains(&item.object));
+    for (item, found) in read_whole.filter(|(item, _)| item.digests.is_empty()) {
+        check_whole(checkpoint, item, found, &mut stats, &mut findings);
     }
     findings.problems.extend(checkpoint.manifest.items.iter().filter_map(inline_problem));
     (stats, findings)
@@ -190,6 +181,19 @@ async fn check_piece<'a>(
     piece
 }
 
+/// Compares the CRC that was `found` of a payload without digests with that of its archive, where it has one.
+fn check_whole(checkpoint: &Checkpoint, item: &Item, found: u32, stats: &mut ReadStats, findings: &mut Findings) {
+    match item.whole_crc32 {
+        None => stats.unverified_bytes += item.payload_bytes,
+        Some(expected) if expected == found => stats.blocks_verified += num_blocks(item.payload_bytes),
+        Some(expected) => findings.problems.push(format!(
+            "{:?} in {}: expected crc32 {expected:#010x}, found {found:#010x}",
+            item.name(),
+            checkpoint.manifest.path_of(item.object)
+        )),
+    }
+}
+
 /// What stock torch reads around a payload is made anew and compared: our digests do not cover it.
 fn frame_problem(item: &Item, head: Option<Bytes>, tail: Option<Bytes>) -> Option<&'static str> {
     if item.kind != Kind::Tensor {
@@ -236,9 +240,5 @@ impl<'a> WholeCrcs<'a> {
             Some((last, whole)) if std::ptr::eq(*last, item) => *whole = crc32_combine(*whole, crc, bytes),
             _ => self.crcs.push((item, crc)),
         }
-    }
-
-    fn settled(self) -> impl Iterator<Item = (&'a Item, u32)> {
-        self.crcs.into_iter()
     }
 }
