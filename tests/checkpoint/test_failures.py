@@ -21,6 +21,7 @@ from torch_strata import (
     StorageError,
     StrataError,
     StrataReader,
+    StrataWriter,
     _native,
     verify,
 )
@@ -75,6 +76,26 @@ class OddPlannerData(DefaultSavePlanner):
     def create_global_plan(self, all_plans: Any) -> Any:
         plans, metadata = super().create_global_plan(all_plans)
         return plans, replace(metadata, planner_data=lambda: None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda place: StrataWriter(place, overwrite="no"),
+        lambda place: StrataWriter(place, world_size=-1),
+        lambda place: StrataWriter(place, run_root=3),
+        lambda place: StrataWriter(place, storage_options=["a"]),
+        lambda place: StrataWriter(None),
+        lambda place: StrataReader(5),
+        lambda place: StrataReader(place, allow_dtype_cast="no"),
+        lambda place: StrataReader(place, trusted_classes=["decimal.Decimal"]),
+        lambda place: StrataReader(place, trusted_classes=3),
+        lambda place: StrataReader(place, lease=3),
+    ],
+)
+def test_a_wrong_argument_is_refused_when_it_is_given(tmp_path, wrong):
+    with pytest.raises(ConfigError):
+        wrong(tmp_path / "c")
 
 
 def test_planner_data_that_cannot_be_stored_leaves_no_object_behind(tmp_path):

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint._extension import Extension, StreamTransformEx
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.checkpoint.states import failure_of, load, save
-from torch_strata import CorruptionError, StrataReader
+from torch_strata import CorruptionError, LayoutMismatchError, StrataReader
 
 
 def stock_save(value: float, path) -> None:
@@ -67,6 +67,14 @@ def test_our_metadata_reads_back_as_it_was_planned(tmp_path):
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert list(ours.state_dict_metadata) == list(stock.state_dict_metadata)
     assert ours.planner_data == stock.planner_data and list(ours.planner_data) == list(stock.planner_data)
+
+
+def test_a_quantized_tensor_is_not_loaded_as_other_numbers(tmp_path):
+    save({"q": torch.quantize_per_tensor(torch.arange(4.0), 0.5, 2, torch.quint8)}, tmp_path / "c")
+    out = {"q": torch.quantize_per_tensor(torch.zeros(4), 0.25, 2, torch.quint8)}
+    error = failure_of(lambda: load(out, tmp_path / "c"))
+    assert isinstance(error, LayoutMismatchError) and "0.25" in str(error)
+    assert bool((out["q"].dequantize() == 0).all())
 
 
 def test_sparse_and_quantized_tensors_go_through_torch_save(tmp_path):

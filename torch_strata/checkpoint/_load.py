@@ -194,6 +194,21 @@ def _check_dtype(name: str, stored: torch.dtype, wanted: torch.dtype, settings: 
         )
 
 
+def _check_quantizer(name: str, stored: torch.Tensor, wanted: torch.Tensor) -> None:
+    # copy_() between quantized tensors moves the integers and leaves scale and zero point: other numbers.
+    if stored.is_quantized and wanted.is_quantized and _quantizer(stored) != _quantizer(wanted):
+        raise LayoutMismatchError(
+            f"{name}: stored with the quantizer {_quantizer(stored)}, the destination has {_quantizer(wanted)}"
+        )
+
+
+def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()
+    channels = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return tensor.qscheme(), tensor.q_per_channel_axis(), *(values.tolist() for values in channels)
+
+
 def _check_region(name: str, shape: tuple[int, ...], item: ReadItem) -> None:
     first, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     inside = len(first) == len(lengths) == len(shape) and all(
@@ -255,6 +270,7 @@ def _load_blob(opened: Opened, part: Part, data: bytes, settings: LoadSettings) 
     name = f"{where}: {part.fqn!r}"
     tensor = load_tensor(data, fqn=part.fqn, where=where, trusted=trusted)
     _check_dtype(name, tensor.dtype, part.target.dtype, settings)
+    _check_quantizer(name, tensor, part.target)
     _check_region(name, tuple(tensor.shape), part.item)
     return narrow_tensor_by_index(tensor, part.item.storage_offsets, part.item.lengths)
 

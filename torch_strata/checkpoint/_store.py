@@ -8,7 +8,18 @@ from torch_strata import _native
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError
 
-__all__ = ["is_place", "open_store", "resolve_config"]
+__all__ = ["check_flag", "is_place", "open_store", "resolve_config"]
+
+
+def check_flag(name: str, value: object) -> bool:
+    """`value`, if it is a bool: by its truth a word like "no" would mean yes.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    if type(value) is not bool:
+        raise ConfigError(f"{name}: expected a bool, found {value!r}")
+    return value
 
 
 def resolve_config(config: StorageConfig | None, storage_options: Mapping[str, str] | None) -> StorageConfig:
@@ -18,7 +29,11 @@ def resolve_config(config: StorageConfig | None, storage_options: Mapping[str, s
         raise ConfigError(f"config: expected a StorageConfig, found a {type(config).__name__}")
     if storage_options is None:
         return base
-    return replace(base, storage_options={**base.storage_options, **storage_options})
+    try:
+        return replace(base, storage_options={**base.storage_options, **storage_options})
+    except TypeError as error:
+        kind = type(storage_options).__name__
+        raise ConfigError(f"storage_options: expected a mapping of str to str, found a {kind}") from error
 
 
 def open_store(place: str | os.PathLike[str], config: StorageConfig) -> _native.Store:
@@ -56,7 +71,7 @@ def is_place(place: object) -> bool:
 
 
 def _url(place: str | os.PathLike[str]) -> str:
-    url = os.fspath(place)
+    url = os.fspath(place) if isinstance(place, os.PathLike) else place
     if not isinstance(url, str) or not url:
         raise ConfigError(f"checkpoint place: expected a path or a URL, found {place!r}")
     scheme, colon, rest = url.partition(":")

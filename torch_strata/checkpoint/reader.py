@@ -27,7 +27,7 @@ from torch_strata.checkpoint._load import LoadSettings, ReadStats, load_plan
 from torch_strata.checkpoint._metadata import read_metadata
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._payload import Trusted
-from torch_strata.checkpoint._store import is_place, open_store, resolve_config
+from torch_strata.checkpoint._store import check_flag, is_place, open_store, resolve_config
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ObjectNotFoundError, StrataError
 
@@ -81,6 +81,19 @@ class _UnreadMetadata(Metadata):
         return f"<metadata that could not be read: {self.error}>"
 
 
+def _checked_classes(trusted: Sequence[Trusted]) -> tuple[Trusted, ...]:
+    """Classes and functions, or pairs of one and its name; a name alone is neither."""
+    try:
+        classes = tuple(trusted)
+    except TypeError as error:
+        raise ConfigError(f"trusted_classes: expected classes or functions, found {trusted!r}") from error
+    for entry in classes:
+        found, name = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, "")
+        if not callable(found) or not isinstance(name, str):
+            raise ConfigError(f"trusted_classes: expected a class or function, found {entry!r}")
+    return classes
+
+
 class StrataReader(StorageReader):
     """Loads from a local path or a URL.
 
@@ -129,8 +142,8 @@ class StrataReader(StorageReader):
         self._lease: str | None = None
         self._settings = LoadSettings(
             verify=verify,
-            allow_dtype_cast=allow_dtype_cast,
-            trusted=tuple(trusted_classes),
+            allow_dtype_cast=check_flag("allow_dtype_cast", allow_dtype_cast),
+            trusted=_checked_classes(trusted_classes),
             budget_bytes=self._config.max_in_flight_bytes,
         )
         self._group = None if process_group is None else Group.of(process_group)

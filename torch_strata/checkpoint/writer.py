@@ -25,11 +25,11 @@ from torch_strata.checkpoint._items import resolve_items
 from torch_strata.checkpoint._metadata import entries_of, read_metadata, stock_pickle
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
 from torch_strata.checkpoint._planner_data import encode_planner_data
-from torch_strata.checkpoint._store import is_place, open_store, resolve_config
+from torch_strata.checkpoint._store import check_flag, is_place, open_store, resolve_config
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.staging import snapshot
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointExistsError, CorruptionError, StorageError
+from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptionError, StorageError
 
 __all__ = ["SaveStats", "StrataWriter"]
 
@@ -109,9 +109,12 @@ class StrataWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._config = resolve_config(config, storage_options)
-        self._overwrite = overwrite
-        self._run_root = run_root
+        self._overwrite = check_flag("overwrite", overwrite)
+        if world_size is not None and (type(world_size) is not int or world_size < 1):
+            raise ConfigError(f"world_size: expected an int of at least 1, found {world_size!r}")
         self._world_size = world_size
+        self._run_root = run_root
+        self._run_root_store()
         self._place: str | os.PathLike[str] = path
         self._opened: _native.Store | None = None
         self._begin_anew()

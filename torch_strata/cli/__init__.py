@@ -41,6 +41,9 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
             _fail(error, _FAILED)
         except click.ClickException:
             raise
+        except BrokenPipeError:  # whoever read the output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise SystemExit(_FAILED) from None
         except Exception:  # Python's own status for these is 1
             traceback.print_exc()
             raise SystemExit(_FAILED) from None
