@@ -19,7 +19,14 @@ from torch_strata.checkpoint._metadata import dtype_of, encode_fqn
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._part import Part, bump_versions, copy_into, lent, place_of, takes_bytes
 from torch_strata.checkpoint._payload import Trusted, load_tensor, load_value
-from torch_strata.checkpoint._tensors import PLAIN_TYPES, device_number, overlaps_itself, settled, wait_for_kernels
+from torch_strata.checkpoint._tensors import (
+    PLAIN_TYPES,
+    device_number,
+    is_reachable,
+    overlaps_itself,
+    settled,
+    wait_for_kernels,
+)
 from torch_strata.checkpoint._together import separated, share_blobs, share_regions
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError, StrataError
@@ -94,7 +101,7 @@ def load_plan(
         _resolve(opened, part, resolve, settings)
     framed = [part for part in tensors if part.is_blob]
     regions = [part for part in tensors if not part.is_blob]
-    wait_for_kernels(device_number(part.target) for part in regions if takes_bytes(part))
+    wait_for_kernels(device_number(part.target) for part in regions if is_reachable(part.target))
     if exchange is None:
         stats = _read_regions(opened, regions, settings, _read_blobs(opened, parts, settings))
     else:
