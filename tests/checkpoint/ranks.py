@@ -1,4 +1,4 @@
-"""Ranks as real processes with a gloo group, bounded in time."""
+"""Ranks as real processes with a process group, bounded in time."""
 
 import multiprocessing
 import pickle
@@ -23,15 +23,21 @@ _CONTEXT.set_forkserver_preload(
 
 
 def run_ranks(
-    folder: Path, world: int, target: Callable[..., Any], *args: Any, timeout_seconds: float = 90
+    folder: Path,
+    world: int,
+    target: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    timeout_seconds: float = 90,
 ) -> list[Any]:
-    """What ``target(rank, *args)`` returns on each of `world` ranks of one gloo group.
+    """What ``target(rank, *args)`` returns on each of `world` ranks of one group.
 
     Args:
         folder: Exists, empty, on a file system that all ranks see.
         world: Number of ranks.
         target: A module's function.
         args: Picklable.
+        backend: Of the group; nccl wants a GPU for each rank.
         timeout_seconds: Time for all ranks; whoever is left then is killed.
 
     Raises:
@@ -39,7 +45,9 @@ def run_ranks(
     """
     run = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
     run.mkdir(parents=True)
-    processes = [_CONTEXT.Process(target=_main, args=(run, rank, world, target, args)) for rank in range(world)]
+    processes = [
+        _CONTEXT.Process(target=_main, args=(run, rank, world, backend, target, args)) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -52,13 +60,13 @@ def run_ranks(
     return [_result(run, rank, process.exitcode) for rank, process in enumerate(processes)]
 
 
-def _main(run: Path, rank: int, world: int, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(run: Path, rank: int, world: int, backend: str, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{run}/group", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{run}/group", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
         outcome = ("value", target(rank, *args))
