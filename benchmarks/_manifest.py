@@ -46,7 +46,11 @@ def run(args: argparse.Namespace, directory: Path, report: dict[str, Any]) -> No
     ]
     seconds: dict[str, float] = {}
     base = native.open_base(store, rank=None)
-    record = _clock(seconds, "write items", lambda: native.write_items(store, items, rank=0, save_id=save_id))
+    record = _clock(
+        seconds,
+        "write items",
+        lambda: native.write_items(store, items, rank=0, save_id=save_id, cancellation=native.Cancellation()),
+    )
     _clock(
         seconds,
         "commit",

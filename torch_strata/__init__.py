@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_strata.checkpoint.async_save import async_save
+    from torch_strata.checkpoint.handle import SaveHandle
     from torch_strata.checkpoint.planner import StrataLoadPlanner
     from torch_strata.checkpoint.reader import ReadStats, StrataReader
     from torch_strata.checkpoint.verify import VerifyReport, verify
@@ -49,6 +51,7 @@ __all__ = [
     "ObjectNotFoundError",
     "PreconditionError",
     "ReadStats",
+    "SaveHandle",
     "SaveStats",
     "StaleGenerationError",
     "StorageConfig",
@@ -59,17 +62,20 @@ __all__ = [
     "StrataReader",
     "StrataWriter",
     "VerifyReport",
+    "async_save",
     "verify",
 ]
 
 _HOMES = {
     "ReadStats": "checkpoint.reader",
+    "SaveHandle": "checkpoint.handle",
     "SaveStats": "checkpoint.writer",
     "StorageConfig": "config",
     "StrataLoadPlanner": "checkpoint.planner",
     "StrataReader": "checkpoint.reader",
     "StrataWriter": "checkpoint.writer",
     "VerifyReport": "checkpoint.verify",
+    "async_save": "checkpoint.async_save",
     "verify": "checkpoint.verify",
 }
 

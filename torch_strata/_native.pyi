@@ -91,12 +91,22 @@ class Base:
     @property
     def stale_metadata(self) -> bool:
         """Whether `.metadata` is still that of the manifest's predecessor: a save ended between the two writes."""
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks saved here on their own, if that is the newest state and `open_base` was given a rank."""
 
 def open_base(store: Store, *, rank: int | None) -> Base:
     """Look at a place before saving to it. `rank`: for a save without collectives, else None."""
 
 def claim_generation(run_root: Store, *, owner: str) -> int:
     """Take the next generation of a run root (create-only numbered record). `owner`: this process's nonce."""
+
+@final
+class Cancellation:
+    """Ends a `write_items` from another thread, also one that has not begun."""
+
+    def __new__(cls) -> Cancellation: ...
+    def cancel(self) -> None: ...
 
 def write_items(
     store: Store,
@@ -118,12 +128,18 @@ def write_items(
     *,
     rank: int,
     save_id: str,
+    cancellation: Cancellation,
 ) -> bytes:
     """Write one rank's items into new objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
 
     Items with the same memory, dtype and geometry are written once. Memory of a device is copied part by part through
     page-locked buffers; nobody may be writing to it any more. Returns the rank's record (opaque), which
-    the planning rank hands to `commit`. On any failure nothing of this save stays.
+    the planning rank hands to `commit`. On any failure nothing of this save stays; of one that was cancelled, objects
+    that were complete.
+
+    Raises:
+        CheckpointError: If it was cancelled, or a device failed.
+        StorageError: If the store failed.
     """
 
 def record_bytes(record: bytes) -> int:

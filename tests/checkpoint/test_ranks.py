@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.checkpoint.ranks import run_ranks
 from tests.checkpoint.states import load, save
@@ -23,6 +25,7 @@ from torch_strata import (
     CorruptionError,
     LayoutMismatchError,
     StorageError,
+    StrataError,
     StrataLoadPlanner,
     StrataReader,
     StrataWriter,
@@ -192,6 +195,58 @@ def test_ranks_on_their_own_are_only_a_checkpoint_together(tmp_path):
         path.unlink()
     for found in run_ranks(tmp_path, 2, load_alone_failing, str(place)):
         assert found and all(name == CheckpointNotFoundError.__name__ for name, _, _ in found.values())
+
+
+def load_shard_alone(rank: int, place: str, reader: type) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    out = {"t": distribute_tensor(torch.zeros(12), mesh, [Shard(0)])}
+    failed = refusal(lambda: dcp.load(out, storage_reader=reader(place)))
+    return failed, out["t"].to_local().tolist()
+
+
+def refusal(call: Any) -> str:
+    """What the error of a rank on its own says, which DCP gathers from no other rank."""
+    try:
+        call()
+    except (CheckpointException, StrataError) as error:
+        return str(error)
+    return ""
+
+
+def save_shard_alone(rank: int, place: str, writer: type) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"t": distribute_tensor(torch.ones(12), mesh, [Shard(0)])}
+    dcp.save(state, storage_writer=writer(place), use_collectives=False)
+
+
+@pytest.mark.parametrize("writer", [StrataWriter, FileSystemWriter])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (3, 2), (2, 3)])
+def test_parts_of_other_ranks_are_never_left_unfilled(tmp_path, saving, loading, writer):
+    place = str(tmp_path / "c")
+    run_ranks(tmp_path, saving, save_shard_alone, place, writer)
+    for failed, values in run_ranks(tmp_path, loading, load_shard_alone, place, StrataReader):
+        assert failed
+        assert values == [0.0] * (12 // loading)
+    assert all(not failed for failed, _ in run_ranks(tmp_path, saving, load_shard_alone, place, StrataReader))
+
+
+def save_alone_failing(rank: int, place: str, value: float) -> Any:
+    return refusal(lambda: save_alone(rank, place, value))
+
+
+def test_ranks_on_their_own_do_not_save_over_another_number_of_them(tmp_path):
+    place = str(tmp_path / "c")
+    run_ranks(tmp_path, 2, save_alone, place, 1.0)
+    for world in (1, 3):
+        for found in run_ranks(tmp_path, world, save_alone_failing, place, 2.0):
+            assert "2 ranks saved here on their own" in found
+    assert run_ranks(tmp_path, 2, load_alone, place) == [(1.0, [1.0 + rank], [1.0]) for rank in range(2)]
+    run_ranks(tmp_path, 1, save_together, place, 5.0)
+    run_ranks(tmp_path, 3, save_alone, place, 6.0)  # over a save with collectives any number may
+
+
+def save_together(rank: int, place: str, value: float) -> None:
+    dcp.save(state_of(rank, value), storage_writer=StrataWriter(place))
 
 
 def save_and_damage(rank: int, place: str) -> Any:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch_strata import _native
 from torch_strata.errors import CheckpointError, ConfigError, CoordinationError, StrataError
 
-__all__ = ["Exchange", "Group", "Region", "Sharing", "group_fault"]
+__all__ = ["Exchange", "Group", "Region", "Sharing", "group_fault", "world_size"]
 
 _logger = logging.getLogger(__name__)
 
@@ -70,6 +70,11 @@ class Group:
     def identity(self) -> tuple[int, int]:
         """Number of ranks, and a number that is the same for the same ranks in every process."""
         return len(self.members), hash(self.members)
+
+
+def world_size() -> int:
+    """Ranks of the default group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def group_fault(identities: Sequence[tuple[int, int] | None]) -> str | None:

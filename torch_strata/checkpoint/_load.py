@@ -1,6 +1,8 @@
 """One rank's part of a load: everything is resolved and compared before the first byte of a destination changes."""
 
 import io
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +13,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import Exchange, Lent, Region
@@ -31,7 +34,7 @@ from torch_strata.checkpoint._together import separated, share_blobs, share_regi
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError, StrataError
 
-__all__ = ["LoadSettings", "ReadStats", "load_plan"]
+__all__ = ["LoadSettings", "ReadStats", "check_coverage", "load_plan"]
 
 # These would only call torch.load on the payload again: the value that was loaded safely takes its place.
 _KNOWN_LOAD_BYTES = (DefaultLoadPlanner.load_bytes, StrataLoadPlanner.load_bytes)
@@ -113,6 +116,30 @@ def load_plan(
     for part in values:
         _guarded(part, lambda part=part: _set_value(planner, part))
     return stats
+
+
+def check_coverage(opened: Opened, plan: LoadPlan, planner: LoadPlanner) -> None:
+    """Whether what one rank saved on its own fills every destination; of whole checkpoints the chunks tile each tensor.
+
+    Only of DCP's own planners, which show their state.
+
+    Raises:
+        LayoutMismatchError: If a part of a destination would keep its values.
+    """
+    if not isinstance(planner, DefaultLoadPlanner) or planner.metadata is None:
+        return
+    filled: Counter[str] = Counter()
+    for item in plan.items:
+        filled[item.dest_index.fqn] += math.prod(item.lengths)
+    for fqn, value in planner.state_dict.items():
+        if not isinstance(value, torch.Tensor) or fqn not in planner.metadata.state_dict_metadata:
+            continue
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if filled[fqn] < local.numel():
+            raise LayoutMismatchError(
+                f"{opened.where}: {fqn!r}: of {local.numel()} elements to load this rank saved {filled[fqn]}; ranks "
+                "that saved on their own (use_collectives=False) have only their own parts"
+            )
 
 
 def _locate(opened: Opened, items: Sequence[ReadItem]) -> list[Part]:
@@ -197,7 +224,8 @@ def _resolve(opened: Opened, part: Part, resolve: Callable[[ReadItem], Any], set
 def _check_dtype(name: str, stored: torch.dtype, wanted: torch.dtype, settings: LoadSettings) -> None:
     if stored != wanted and not settings.allow_dtype_cast:
         raise LayoutMismatchError(
-            f"{name}: stored dtype {stored}, destination dtype {wanted}; pass allow_dtype_cast=True to convert"
+            f"{name}: stored dtype {stored}, destination dtype {wanted}; pass allow_dtype_cast=True to StrataReader "
+            "to convert"
         )
 
 

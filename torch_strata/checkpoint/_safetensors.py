@@ -113,6 +113,18 @@ def open_safetensors(store: _native.Store, where: str) -> "tuple[_native.Checkpo
     return _native.Checkpoint.plain(store, plain), [_entry(tensor) for _, tensor in chosen]
 
 
+def holds_safetensors(store: _native.Store) -> bool:
+    """Whether `open_safetensors` would find files at a place.
+
+    Raises:
+        StorageError: If the place cannot be read.
+    """
+    try:
+        return any(name == INDEX_NAME or name.endswith(_SUFFIX) for name, _ in store.list(""))
+    except ObjectNotFoundError:
+        return False
+
+
 def _names(listed: Mapping[str, int]) -> list[str]:
     # Beside the one file that Hugging Face's own loaders take there may be the same weights under other names.
     return [_SINGLE_NAME] if _SINGLE_NAME in listed else [name for name in listed if name.endswith(_SUFFIX)]

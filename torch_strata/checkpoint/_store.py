@@ -55,6 +55,19 @@ def open_store(place: str | os.PathLike[str], config: StorageConfig) -> _native.
     )
 
 
+def is_below(place: str | os.PathLike[str], root: str | os.PathLike[str]) -> bool:
+    """Whether `place` is within the place `root`, and not `root` itself."""
+    inner, outer = _parts(place), _parts(root)
+    return len(inner) > len(outer) and inner[: len(outer)] == outer
+
+
+def _parts(place: str | os.PathLike[str]) -> list[str]:
+    url = _url(place).removeprefix("file://")
+    if "://" not in url:
+        url = os.path.abspath(url)
+    return [part for part in url.split("/") if part]
+
+
 def is_place(place: object) -> bool:
     """Whether `place` is something `open_store` takes: a path that can be made here, or a URL of a known scheme."""
     if isinstance(place, os.PathLike):

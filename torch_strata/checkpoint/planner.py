@@ -65,7 +65,7 @@ class StrataLoadPlanner(DefaultLoadPlanner):
         if stored.properties.dtype != wanted.dtype and not self._allow_dtype_cast:
             raise LayoutMismatchError(
                 f"{fqn!r}: stored dtype {stored.properties.dtype}, destination dtype {wanted.dtype}; "
-                "pass allow_dtype_cast=True to convert"
+                "pass allow_dtype_cast=True to StrataReader, and to StrataLoadPlanner if it plans, to convert"
             )
         shape = torch.Size(getattr(wanted, "global_shape", wanted.size()))
         if stored.size != shape:

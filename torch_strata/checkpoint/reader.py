@@ -22,14 +22,21 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torch_strata import _native
-from torch_strata.checkpoint._exchange import Exchange, Group, group_fault
-from torch_strata.checkpoint._load import LoadSettings, ReadStats, load_plan
+from torch_strata.checkpoint._exchange import Exchange, Group, group_fault, world_size
+from torch_strata.checkpoint._load import LoadSettings, ReadStats, check_coverage, load_plan
 from torch_strata.checkpoint._metadata import read_metadata
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._store import check_flag, is_place, open_store, resolve_config
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointNotFoundError, ConfigError, ObjectNotFoundError, StrataError
+from torch_strata.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    LayoutMismatchError,
+    ObjectNotFoundError,
+    StrataError,
+)
 
 __all__ = ["ReadStats", "StrataReader"]
 
@@ -167,6 +174,11 @@ class StrataReader(StorageReader):
         return self._place
 
     @property
+    def load_id(self) -> str:
+        """Identity of the load that begins, runs or was the last one."""
+        return self._load_id
+
+    @property
     def stats(self) -> ReadStats | None:
         """What the last load read on this rank; None before the first."""
         return self._stats
@@ -215,6 +227,8 @@ class StrataReader(StorageReader):
         if isinstance(metadata, _UnreadMetadata):
             raise metadata.error
         self._rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
+        if self._rank is not None and self._opened is not None:
+            self._check_ranks(self._opened)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan with the identity of the state that this rank has opened, and of its group."""
@@ -274,13 +288,27 @@ class StrataReader(StorageReader):
     def _read_alone(self, plan: LoadPlan, planner: LoadPlanner) -> ReadStats:
         opened = self._opened or self._open(self._rank)
         try:
-            return load_plan(opened, plan, planner, self._settings)
+            return self._load(opened, plan, planner)
         except ObjectNotFoundError:
             # A save that ended meanwhile may have removed what it superseded: read the new state, once.
             self._opened = self._open(self._rank)
             if self._opened.same_as(opened) or plan.storage_data != 1:
                 raise  # other ranks may already have read the old state
-            return load_plan(self._opened, plan, planner, self._settings)
+            return self._load(self._opened, plan, planner)
+
+    def _load(self, opened: Opened, plan: LoadPlan, planner: LoadPlanner) -> ReadStats:
+        if self._rank is not None:
+            check_coverage(opened, plan, planner)
+        return load_plan(opened, plan, planner, self._settings)
+
+    def _check_ranks(self, opened: Opened) -> None:
+        saved, loading = opened.native.world_size, world_size()
+        # Of what stock's ranks saved on their own nobody knows how many there were: 0.
+        if saved not in (0, loading):
+            raise LayoutMismatchError(
+                f"{opened.where}: {saved} ranks saved here on their own (use_collectives=False), {loading} load: each "
+                "has only its own part; load with as many ranks, and save with collectives to load with others"
+            )
 
     def _metadata(self, opened: Opened, rank: int | None) -> Metadata:
         storage_meta = StorageMeta(self._place, opened.save_id or None, self._load_id)

@@ -13,19 +13,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_strata import _native
+from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._items import resolve_items
 from torch_strata.checkpoint._metadata import entries_of, read_metadata, stock_pickle
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
 from torch_strata.checkpoint._planner_data import encode_planner_data
-from torch_strata.checkpoint._store import check_flag, is_place, open_store, resolve_config
+from torch_strata.checkpoint._safetensors import holds_safetensors
+from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.staging import snapshot
 from torch_strata.config import StorageConfig
@@ -116,26 +117,50 @@ class StrataWriter(StorageWriter):
         self._run_root = run_root
         self._run_root_store()
         self._place: str | os.PathLike[str] = path
+        self._check_run_root()
         self._opened: _native.Store | None = None
         self._begin_anew()
         self._store()  # a bad URL fails here, not in the middle of a save
 
     def _begin_anew(self) -> None:
         self._save_id = uuid.uuid4().hex
+        self._pid = os.getpid()
         self._spent = False
         self._rank: int | None = None
         self._plans = False
         self._use_collectives = True
         self._base: _native.Base | None = None
         self._stats: SaveStats | None = None
+        self._cancellation: _native.Cancellation | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_base": None, "_opened": None}
+        held = None if self._run_root is None else _claimed.get(self._claim_key(self._run_root))
+        unopened = {"_base": None, "_opened": None, "_cancellation": None}
+        return {**self.__dict__, **unopened, "_held": held, "_home": os.getpid()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        held, home = state.pop("_held"), state.pop("_home")
+        self.__dict__.update(state)
+        if home != os.getpid() and os.fspath(self._place).startswith("memory://"):
+            raise ConfigError(f"{self._place}: what another process saves to memory:// nobody else can load")
+        self._begin_anew()  # the copy and the original may both save: their objects must not have the same names
+        if held is not None and self._run_root is not None:
+            # A process that saves for another one is of the same run.
+            _claimed.setdefault(self._claim_key(self._run_root), held)
+
+    @staticmethod
+    def _claim_key(run_root: str | os.PathLike[str]) -> tuple[int, str]:
+        return os.getpid(), os.fspath(run_root)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """Where the next save goes."""
         return self._place
+
+    @property
+    def save_id(self) -> str:
+        """Identity of the save that begins, runs or was the last one here."""
+        return self._save_id
 
     @property
     def stats(self) -> SaveStats | None:
@@ -152,6 +177,7 @@ class StrataWriter(StorageWriter):
         if checkpoint_id:
             self._place = checkpoint_id
             self._opened = None
+            self._check_run_root()
         self._begin_anew()
 
     def storage_meta(self) -> StorageMeta | None:
@@ -175,9 +201,7 @@ class StrataWriter(StorageWriter):
         """
         if self._commits:
             self._base = _native.open_base(self._store(), rank=self._own_rank)
-            if self._base.exists and not self._overwrite:
-                place = os.fspath(self._place)
-                raise CheckpointExistsError(f"Checkpoint already exists at {place}, and overwrite=False")
+            self._check_place(self._base)
             if self._base.stale_metadata:
                 self._republish()
             self._generation()
@@ -199,7 +223,10 @@ class StrataWriter(StorageWriter):
         self._spent = True
         rank = plan.storage_data if self._rank is None else self._rank
         items = resolve_items(plan.items, planner)
-        record = _native.write_items(self._store(), items, rank=rank, save_id=self._save_id)
+        self._cancellation = self._cancellation or _native.Cancellation()
+        record = _native.write_items(
+            self._store(), items, rank=rank, save_id=self._save_id, cancellation=self._cancellation
+        )
         written = _native.record_bytes(record)
         self._stats = SaveStats(save_id=self._save_id, written_bytes=written, write_seconds=time.monotonic() - started)
         # One compact result a rank: DCP only carries it to `finish`.
@@ -275,6 +302,31 @@ class StrataWriter(StorageWriter):
     def close(self) -> None:
         """Nothing is held."""
 
+    def cancel(self) -> None:
+        """End a `write_data` that runs in another thread, or the next one of this save: it raises CheckpointError."""
+        self._cancellation = self._cancellation or _native.Cancellation()
+        self._cancellation.cancel()
+
+    def discard(self) -> None:
+        """Remove what this save has written, which nobody may commit any more. What cannot be removed is logged."""
+        try:
+            names = [name for name, _ in self._store().list("") if f".{self._save_id}." in name]
+        except StorageError as error:
+            _logger.warning("%s: cannot look for objects of a failed save: %s", os.fspath(self._place), error)
+            return
+        self._discard(set(names))
+
+    def _check_place(self, base: _native.Base) -> None:
+        place, store = os.fspath(self._place), self._store()
+        if not self._overwrite and (base.exists or holds_safetensors(store)):
+            raise CheckpointExistsError(f"Checkpoint already exists at {place}, and overwrite=False")
+        ranks = self._ranks_that_save(0)
+        if base.ranks not in (None, ranks):
+            raise CheckpointError(
+                f"{place}: {base.ranks} ranks saved here on their own (use_collectives=False), now {ranks} are about "
+                "to: a load could mix their parts; save to a new place"
+            )
+
     @property
     def _commits(self) -> bool:
         return self._plans or not self._use_collectives
@@ -287,10 +339,9 @@ class StrataWriter(StorageWriter):
         return 0 if self._rank is None else self._rank
 
     def _fresh_save_id(self) -> str:
-        # DCP calls reset() only when it is given a checkpoint_id, so a used id is replaced here.
-        if self._spent:
-            self._save_id = uuid.uuid4().hex
-            self._spent = False
+        # DCP calls reset() only when it is given a checkpoint_id, so a used id, or one of before a fork, ends here.
+        if self._spent or self._pid != os.getpid():
+            self._begin_anew()
         return self._save_id
 
     def _store(self) -> _native.Store:
@@ -301,10 +352,16 @@ class StrataWriter(StorageWriter):
     def _run_root_store(self) -> _native.Store | None:
         return None if self._run_root is None else open_store(self._run_root, self._config)
 
+    def _check_run_root(self) -> None:
+        # Fenced by a root that it is not under, a checkpoint would not be fenced at all.
+        if self._run_root is not None and not is_below(self._place, self._run_root):
+            place, root = os.fspath(self._place), os.fspath(self._run_root)
+            raise ConfigError(f"run_root: expected a place above {place}, found {root}")
+
     def _generation(self) -> int:
         if self._run_root is None:
             return 0
-        key = (os.getpid(), os.fspath(self._run_root))
+        key = self._claim_key(self._run_root)
         if key not in _claimed:
             _claimed[key] = _native.claim_generation(open_store(self._run_root, self._config), owner=uuid.uuid4().hex)
         return _claimed[key]
@@ -315,7 +372,7 @@ class StrataWriter(StorageWriter):
             return heard_of
         if self._world_size is not None:
             return self._world_size
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return world_size()
 
     def _republish(self) -> None:
         """Write the `.metadata` that the last save here did not come to.

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use strata_io::{Error as IoError, PutMode, Store};
 
 use crate::manifest::Manifest;
-use crate::open::{MetadataState, manifest_names, metadata_name, metadata_state, metadata_tail, newest, or_empty};
+use crate::open::{MetadataState, complete_ranks, manifest_names, metadata_name, metadata_state, metadata_tail, newest, or_empty};
 use crate::{Error, Result};
 
 /// Numbered, create-only records below a run root: the highest names the run that may commit.
@@ -24,6 +24,8 @@ pub struct Base {
     pub foreign_metadata: Option<Bytes>,
     /// Whether `.metadata` is still the one before the manifest's, or not there yet.
     pub stale_metadata: bool,
+    /// How many ranks saved here on their own, if that is the newest state and this is one of such a save.
+    pub ranks: Option<u32>,
 }
 
 impl Base {
@@ -39,6 +41,7 @@ impl Base {
 /// What the store says; a place that does not exist yet is none.
 pub async fn open_base(store: &dyn Store, rank: Option<u32>) -> Result<Base> {
     let mut names = manifest_names(store, false).await?;
+    let of_all = names.last().map_or(0, |name| name.number);
     // One sequence for all, so that a save with collectives and one without supersede each other.
     let of_ranks = manifest_names(store, true).await?;
     names.extend(of_ranks.into_iter().filter(|name| rank.is_none() || name.rank == rank));
@@ -65,7 +68,8 @@ pub async fn open_base(store: &dyn Store, rank: Option<u32>) -> Result<Base> {
         _ => None,
     };
     let stale_metadata = matches!(state, MetadataState::Stale | MetadataState::Absent);
-    Ok(Base { number, manifest, foreign_metadata, stale_metadata })
+    let ranks = if rank.is_some() { complete_ranks(store, of_all).await? } else { None };
+    Ok(Base { number, manifest, foreign_metadata, stale_metadata, ranks })
 }
 
 /// Claims the next generation of a run root for `owner`, a nonce of this process.

@@ -64,7 +64,9 @@ pub async fn write_items(
     match write_objects(store, budget, plans, &mut record).await {
         Ok(()) => Ok(record),
         Err(error) => {
-            remove(store, &names[..names.len().min(record.objects.len() + 1)]).await;
+            // An object that was there before is not ours to remove.
+            let begun = usize::from(!matches!(error, Error::Io(strata_io::Error::AlreadyExists { .. })));
+            remove(store, &names[..names.len().min(record.objects.len() + begun)]).await;
             Err(error)
         }
     }

@@ -85,7 +85,8 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, F
     (stats, findings)
 }
 
-/// Real size of each object; one that is missing, or shorter than its items need, is a problem, named once.
+/// Real size of each object; one that is missing, shorter than its items need, or of ours longer than it was written,
+/// is a problem, named once.
 async fn object_sizes(
     store: &dyn Store,
     siblings: &Siblings,
@@ -96,7 +97,7 @@ async fn object_sizes(
     for (number, object) in checkpoint.manifest.objects.iter().enumerate() {
         let size = siblings.place(store, object).size(&object.name).await;
         match &size {
-            Ok(size) if *size >= object.size => {}
+            Ok(size) if *size == object.size || (*size > object.size && checkpoint.source != Source::Strata) => {}
             Ok(size) => {
                 let path = object_path(store.url(), checkpoint, number as u32);
                 findings.problems.push(format!("{path}: expected {} bytes, found {size}", object.size));

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use tokio::sync::watch;
 use strata_checkpoint::item::{Entry, Kind, TensorEntry};
 use strata_checkpoint::{self as core, Commit, Payload, PromisedEntry, RankRecord, SaveItem, StockEntry};
 
@@ -17,6 +18,7 @@ use crate::store::Store;
 /// Adds this file's functions and classes.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Base>()?;
+    module.add_class::<Cancellation>()?;
     module.add_class::<CommitStats>()?;
     module.add_function(wrap_pyfunction!(open_base, module)?)?;
     module.add_function(wrap_pyfunction!(claim_generation, module)?)?;
@@ -58,6 +60,11 @@ impl Base {
     fn stale_metadata(&self) -> bool {
         self.base.stale_metadata
     }
+
+    #[getter]
+    fn ranks(&self) -> Option<u32> {
+        self.base.ranks
+    }
 }
 
 #[pyfunction]
@@ -75,22 +82,55 @@ fn claim_generation(py: Python<'_>, run_root: &Store, owner: String) -> PyResult
     wait(py, async move { core::claim_generation(&*store, &owner).await })
 }
 
+/// Ends a `write_items` from another thread, also one that has not begun.
+#[pyclass(module = "torch_strata._native", frozen)]
+pub(crate) struct Cancellation {
+    sender: watch::Sender<bool>,
+}
+
+#[pymethods]
+impl Cancellation {
+    #[new]
+    fn new() -> Self {
+        Self { sender: watch::Sender::new(false) }
+    }
+
+    fn cancel(&self) {
+        self.sender.send_replace(true);
+    }
+}
+
+/// `future` until it ends or is cancelled; it is dropped then, and what it was writing is removed.
+async fn unless_cancelled<T>(
+    future: impl Future<Output = core::Result<T>>,
+    mut cancelled: watch::Receiver<bool>,
+) -> core::Result<T> {
+    tokio::select! {
+        result = future => result,
+        Ok(_) = cancelled.wait_for(|cancelled| *cancelled) => Err(core::Error::Plan("the save was given up".to_owned())),
+    }
+}
+
 /// fqn, offsets, index, kind, device, address, bytes, dtype, shape, strides, owner.
 type RawItem<'py> =
     (Vec<u8>, Option<Vec<u64>>, i64, u32, i64, usize, usize, String, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
 #[pyfunction]
-#[pyo3(signature = (store, items, *, rank, save_id))]
+#[pyo3(signature = (store, items, *, rank, save_id, cancellation))]
 fn write_items<'py>(
     py: Python<'py>,
     store: &Store,
     items: Vec<RawItem<'py>>,
     rank: u32,
     save_id: String,
+    cancellation: &Cancellation,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let (store, budget) = store.open()?;
     let items = lend_items(items)?;
-    let record = wait(py, async move { core::write_items(&*store, &budget, items, rank, &save_id).await })?;
+    let cancelled = cancellation.sender.subscribe();
+    let record = wait(py, async move {
+        unless_cancelled(core::write_items(&*store, &budget, items, rank, &save_id), cancelled).await
+    })?;
     Ok(PyBytes::new(py, &record.encode()))
 }
 

@@ -1,0 +1,67 @@
+"""What a caller holds of a save that goes on in the background."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Self
+
+from torch_strata.checkpoint.writer import SaveStats
+
+__all__ = ["SaveHandle"]
+
+
+class SaveHandle:
+    """A save in the background, as this rank sees it. Made by `async_save`.
+
+    Attributes:
+        path: Where it goes.
+        stage_time: Time for which the caller was held up: the copy, and what had to be waited for before it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], future: "Future[SaveStats | None]", stage_time: timedelta) -> None:
+        self.path = path
+        self.stage_time = stage_time
+        self._future = future
+        self._is_seen = False
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._future.done()
+
+    def result(self, timeout: timedelta | None = None) -> SaveStats | None:
+        """Wait for the end. The checkpoint is committed, on every rank, when this returns.
+
+        Args:
+            timeout: Longest time to wait.
+
+        Returns:
+            What this rank did; None after a failure with ``on_failure="continue"``.
+
+        Raises:
+            TimeoutError: If the save has not ended in time; it goes on.
+            StrataError: Why the save failed: what this rank raised, or the first other rank that failed, with a note
+                that says which.
+        """
+        failure = self.exception(timeout)
+        if failure is not None:
+            raise failure
+        return self._future.result()
+
+    def exception(self, timeout: timedelta | None = None) -> BaseException | None:
+        """Wait for the end; why the save failed, or None.
+
+        Raises:
+            TimeoutError: If the save has not ended in time; it goes on.
+        """
+        error = self._future.exception(None if timeout is None else timeout.total_seconds())
+        self._is_seen = True
+        return error
+
+    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
+        """Call `callback` with this handle at the end, from the thread that saves; at once if that has been."""
+        self._future.add_done_callback(lambda _: callback(self))
+
+    def unseen_failure(self) -> BaseException | None:
+        """Why the save failed, if it has ended and nobody has asked yet; who calls this has asked."""
+        return None if self._is_seen or not self._future.done() else self.exception()
