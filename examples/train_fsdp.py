@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from torch_strata import StrataReader, StrataWriter
+from torch_strata import SaveHandle, StrataReader, async_save
 from torch_strata.errors import CheckpointNotFoundError
 
 NUM_TOKENS = 256  # one for each value of a byte
@@ -120,10 +121,35 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int
     return {"model": model_state, "optim": optim_state, "step": step, "rng": torch.get_rng_state()}
 
 
-def save(storage: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write the checkpoint of `step`. When this returns it is durable. Every rank must call."""
-    state = training_state(model, optimizer, step)
-    dcp.save(state, storage_writer=StrataWriter(f"{storage}/step-{step}"))
+def save(storage: str, state: dict[str, Any], journal: "Journal") -> SaveHandle:
+    """Begin to write a checkpoint; when this returns the state is copied, and may change. Every rank must call.
+
+    A save that fails is raised by the next call, or by the handle's `result`.
+    """
+    step, started_at = state["step"], time.perf_counter()
+    journal.write("saving", step=step)
+    handle = async_save(state, checkpoint_id=f"{storage}/step-{step}")
+    journal.write("copied", step=step, seconds=handle.stage_time.total_seconds())
+
+    def note(ended: SaveHandle) -> None:
+        if ended.exception() is None:
+            journal.write("saved", step=step, seconds=time.perf_counter() - started_at)
+
+    handle.add_done_callback(note)
+    return handle
+
+
+def memcpy_seconds(state: Any) -> float:
+    """How long it takes to copy this rank's tensors into memory that is in use already: the least a copy can take."""
+    if isinstance(state, dict):
+        return sum(map(memcpy_seconds, state.values()))
+    if not isinstance(state, Tensor):
+        return 0.0
+    source = state.to_local() if isinstance(state, DTensor) else state
+    target = source.clone()
+    started_at = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - started_at
 
 
 def resume(storage: str, candidates: list[int], model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -169,7 +195,7 @@ class Journal:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Build, resume if asked to, train, and save every few steps. Every rank must call."""
+    """Build, resume if asked to, train, and save every few steps while training goes on. Every rank must call."""
     # The same sums in the same order: one thread, and no kernel that is free to reorder.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -191,15 +217,17 @@ def train(args: argparse.Namespace) -> None:
         candidates = list(range(newest_possible, 0, -args.save_every))
         first = resume(args.storage, candidates, model, optimizer)
         journal.write("resumed", step=first)
+    handle = None
     for step in range(first, args.steps):
         loss = train_step(model, optimizer, corpus, step, args)
         # As text a float may be rounded; its hexadecimal form is exact.
         journal.write("loss", step=step + 1, loss=round(loss, 4), exact=loss.hex())
         if (step + 1) % args.save_every == 0 and not args.no_save:
-            journal.write("saving", step=step + 1)
-            started_at = time.perf_counter()
-            save(args.storage, model, optimizer, step + 1)
-            journal.write("saved", step=step + 1, seconds=time.perf_counter() - started_at)
+            state = training_state(model, optimizer, step + 1)
+            handle = save(args.storage, state, journal)
+    if handle is not None:
+        handle.result()  # the last checkpoint is durable, on every rank
+        journal.write("memcpy", seconds=memcpy_seconds(state))
 
 
 def parse_arguments() -> argparse.Namespace:
