@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, directory: Path, report: dict[str, Any]) -> No
     record = _clock(
         seconds,
         "write items",
-        lambda: native.write_items(store, items, rank=0, save_id=save_id, cancellation=native.Cancellation()),
+        lambda: native.write_items(store, items, rank=0, save_id=save_id, transfer=native.Transfer()),
     )
     _clock(
         seconds,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_strata.checkpoint.async_save import async_save
-    from torch_strata.checkpoint.handle import SaveHandle
+    from torch_strata.checkpoint.handle import SaveHandle, SaveProgress
     from torch_strata.checkpoint.planner import StrataLoadPlanner
     from torch_strata.checkpoint.reader import ReadStats, StrataReader
     from torch_strata.checkpoint.verify import VerifyReport, verify
@@ -52,6 +52,7 @@ __all__ = [
     "PreconditionError",
     "ReadStats",
     "SaveHandle",
+    "SaveProgress",
     "SaveStats",
     "StaleGenerationError",
     "StorageConfig",
@@ -69,6 +70,7 @@ __all__ = [
 _HOMES = {
     "ReadStats": "checkpoint.reader",
     "SaveHandle": "checkpoint.handle",
+    "SaveProgress": "checkpoint.handle",
     "SaveStats": "checkpoint.writer",
     "StorageConfig": "config",
     "StrataLoadPlanner": "checkpoint.planner",

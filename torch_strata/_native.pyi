@@ -102,11 +102,18 @@ def claim_generation(run_root: Store, *, owner: str) -> int:
     """Take the next generation of a run root (create-only numbered record). `owner`: this process's nonce."""
 
 @final
-class Cancellation:
-    """Ends a `write_items` from another thread, also one that has not begun."""
+class Transfer:
+    """A `write_items`, seen from another thread."""
 
-    def __new__(cls) -> Cancellation: ...
-    def cancel(self) -> None: ...
+    def __new__(cls) -> Transfer: ...
+    def cancel(self) -> None:
+        """End it, also before it begins."""
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to write; 0 until that is known."""
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that the store has taken."""
 
 def write_items(
     store: Store,
@@ -128,7 +135,7 @@ def write_items(
     *,
     rank: int,
     save_id: str,
-    cancellation: Cancellation,
+    transfer: Transfer,
 ) -> bytes:
     """Write one rank's items into new objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
 

@@ -90,6 +90,17 @@ def test_stock_reads_what_was_saved_in_the_background(tmp_path):
     assert torch.equal(out["w"], torch.arange(1000.0))
 
 
+def test_the_handle_tells_how_far_the_save_has_come(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="torch_strata"):
+        handle = async_save(state_of(0, 1.0), checkpoint_id=tmp_path / "c")
+        stats = handle.result(LONG)
+    progress = handle.progress
+    assert progress.written_bytes == progress.total_bytes == stats.written_bytes > 0
+    assert progress.remaining == timedelta(0)
+    assert str(progress).startswith("1 of 1 MB")
+    assert f"saved; this rank wrote {stats.written_bytes} bytes" in caplog.text
+
+
 def test_saves_without_waiting_all_land_in_their_order(tmp_path):
     writer = StrataWriter(tmp_path / "first")
     places = [tmp_path / "first", tmp_path / "second", tmp_path / "first"]
@@ -305,23 +316,38 @@ def test_a_rank_that_dies_or_hangs_is_named_by_the_others(tmp_path, lost, how):
     assert values_at(place, 1) == [2.0, 1.0, 1.0]
 
 
-def one_comes_late(rank: int, place: str, timeout: float) -> Any:
+def one_comes_late(rank: int, place: str, *, too_late: bool) -> Any:
+    called, given_up = Path(f"{place}-called"), Path(f"{place}-given-up")
     if rank == 1:
-        time.sleep(1.5)
-    return ended(
-        lambda: async_save(state_of(rank, 1.0), checkpoint_id=place, timeout=timedelta(seconds=timeout)).result(LONG)
-    )
+        wait_for((given_up if too_late else called).exists)
+        time.sleep(0.0 if too_late else 0.7)
+
+    def save() -> None:
+        handle = async_save(state_of(rank, 1.0), checkpoint_id=place, timeout=SHORT / 4 if too_late else LONG)
+        called.touch()
+        handle.result(LONG)
+
+    outcome = ended(save)
+    given_up.touch()
+    return outcome
+
+
+def comes_late(rank: int, place: str) -> Any:
+    return one_comes_late(rank, place, too_late=False)
+
+
+def comes_too_late(rank: int, place: str) -> Any:
+    return one_comes_late(rank, place, too_late=True)
 
 
 def test_a_rank_that_comes_late_is_waited_for(tmp_path):
-    results = run_ranks(tmp_path, 2, one_comes_late, str(tmp_path / "c"), 30.0)
+    results = run_ranks(tmp_path, 2, comes_late, str(tmp_path / "c"))
     assert [name for name, *_ in results] == ["", ""]
     assert values_at(tmp_path / "c", 1) == [2.0, 1.0, 1.0]
 
 
 def test_a_rank_that_comes_too_late_learns_that_the_save_has_failed(tmp_path):
-    results = run_ranks(tmp_path, 2, one_comes_late, str(tmp_path / "c"), 0.5)
-    for name, message, _, _ in results:
+    for name, message, _, _ in run_ranks(tmp_path, 2, comes_too_late, str(tmp_path / "c")):
         assert (name, "did not call async_save" in message) == ("CoordinatorTimeoutError", True)
     assert objects_at(tmp_path) == []
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_strata import _native
 from torch_strata.checkpoint._board import PLANNING_RANK, Beats, Board, Failure
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint.handle import SaveHandle
@@ -78,7 +79,15 @@ def async_save(
     place = writer.checkpoint_id if checkpoint_id is None else checkpoint_id
     process = _process()
     board, earlier = process.board(process_group, no_dist=no_dist, timeout=timeout)
-    part = _Part(board=board, writer=writer, planner=planner or DefaultSavePlanner(), place=place, earlier=earlier)
+    transfer = _native.Transfer()
+    part = _Part(
+        board=board,
+        writer=writer,
+        planner=planner or DefaultSavePlanner(),
+        place=place,
+        earlier=earlier,
+        transfer=transfer,
+    )
     process.beats.start(board, part.give_up)
     try:
         process.raise_unseen()
@@ -89,7 +98,7 @@ def async_save(
         process.beats.stop(board)
         raise
     future = process.executor.submit(_run, process, part, [staged], on_failure)
-    handle = SaveHandle(place, future, timedelta(seconds=time.monotonic() - started))
+    handle = SaveHandle(place, future, transfer, timedelta(seconds=time.monotonic() - started))
     process.last = handle if on_failure == "raise" else None
     return handle
 
@@ -134,6 +143,7 @@ class _Part:
     planner: SavePlanner
     place: str | os.PathLike[str]
     earlier: list[Board]
+    transfer: _native.Transfer
     metadata: Metadata | None = None
     may_be_committed: bool = False
     has_ended: bool = False
@@ -160,13 +170,16 @@ class _Part:
                 self.earlier.append(self.board)
         stats = self.writer.stats
         assert stats is not None  # write_data has set it
+        rate = stats.written_bytes / 1e9 / max(stats.write_seconds, 1e-9)
+        _logger.info(
+            "%s: saved; this rank wrote %d bytes in %.2f s (%.2f GB/s)",
+            *(os.fspath(self.place), stats.written_bytes, stats.write_seconds, rate),
+        )
         return stats
 
     def give_up(self) -> None:
         """Another rank has failed: write no more."""
-        # A save that waits for its turn may share the writer with the one that runs.
-        if self.is_running:
-            self.writer.cancel()
+        self.transfer.cancel()
 
     def end_by(self, error: BaseException) -> BaseException:
         """Tell the others, remove what was written; what to raise on this rank."""
@@ -218,6 +231,7 @@ class _Part:
     @gc_paused()
     def _local_plan(self, state: dict[str, Any]) -> SavePlan:
         self.writer.reset(self.place)
+        self.writer.transfer = self.transfer
         self.planner.set_up_planner(state, storage_meta=self.writer.storage_meta(), is_coordinator=self.plans)
         self.writer.set_up_storage_writer(self.plans, rank=self.board.rank, use_collectives=True)
         return self.writer.prepare_local_plan(self.planner.create_local_plan())

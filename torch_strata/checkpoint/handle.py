@@ -1,14 +1,44 @@
 """What a caller holds of a save that goes on in the background."""
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
+from torch_strata import _native
 from torch_strata.checkpoint.writer import SaveStats
 
-__all__ = ["SaveHandle"]
+__all__ = ["SaveHandle", "SaveProgress"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveProgress:
+    """How far a save has come on this rank.
+
+    Attributes:
+        written_bytes: Bytes that the store has taken.
+        total_bytes: Bytes to write; 0 until that is planned.
+        elapsed: Time since the copy was made.
+    """
+
+    written_bytes: int
+    total_bytes: int
+    elapsed: timedelta
+
+    @property
+    def remaining(self) -> timedelta | None:
+        """Time that the rest takes at the rate so far; None while there is none."""
+        if not self.written_bytes:
+            return None
+        return self.elapsed * ((self.total_bytes - self.written_bytes) / self.written_bytes)
+
+    def __str__(self) -> str:
+        rate = self.written_bytes / 1e6 / max(self.elapsed.total_seconds(), 1e-9)
+        rest = "" if self.remaining is None else f", {self.remaining.total_seconds():.0f} s left"
+        return f"{self.written_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB, {rate:.0f} MB/s{rest}"
 
 
 class SaveHandle:
@@ -19,11 +49,28 @@ class SaveHandle:
         stage_time: Time for which the caller was held up: the copy, and what had to be waited for before it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], future: "Future[SaveStats | None]", stage_time: timedelta) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        future: "Future[SaveStats | None]",
+        transfer: _native.Transfer,
+        stage_time: timedelta,
+    ) -> None:
         self.path = path
         self.stage_time = stage_time
+        self._transfer = transfer
+        self._began = time.monotonic()
         self._future = future
         self._is_seen = False
+
+    @property
+    def progress(self) -> "SaveProgress":
+        """How far this rank has come."""
+        return SaveProgress(
+            written_bytes=self._transfer.written_bytes,
+            total_bytes=self._transfer.total_bytes,
+            elapsed=timedelta(seconds=time.monotonic() - self._began),
+        )
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""

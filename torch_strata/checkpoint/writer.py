@@ -91,6 +91,9 @@ class StrataWriter(StorageWriter):
     Pass it to ``dcp.save(state, storage_writer=...)`` on every rank. Also an AsyncStager: ``dcp.async_save`` copies
     the state with it before training goes on. Can be pickled; what is open is not carried along.
 
+    Attributes:
+        transfer: Of the save that begins or runs: bytes written, and a way to end it from another thread.
+
     Raises:
         ConfigError: If the place or a setting cannot be used.
     """
@@ -131,11 +134,11 @@ class StrataWriter(StorageWriter):
         self._use_collectives = True
         self._base: _native.Base | None = None
         self._stats: SaveStats | None = None
-        self._cancellation: _native.Cancellation | None = None
+        self.transfer = _native.Transfer()
 
     def __getstate__(self) -> dict[str, Any]:
         held = None if self._run_root is None else _claimed.get(self._claim_key(self._run_root))
-        unopened = {"_base": None, "_opened": None, "_cancellation": None}
+        unopened = {"_base": None, "_opened": None, "transfer": None}
         return {**self.__dict__, **unopened, "_held": held, "_home": os.getpid()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -223,10 +226,7 @@ class StrataWriter(StorageWriter):
         self._spent = True
         rank = plan.storage_data if self._rank is None else self._rank
         items = resolve_items(plan.items, planner)
-        self._cancellation = self._cancellation or _native.Cancellation()
-        record = _native.write_items(
-            self._store(), items, rank=rank, save_id=self._save_id, cancellation=self._cancellation
-        )
+        record = _native.write_items(self._store(), items, rank=rank, save_id=self._save_id, transfer=self.transfer)
         written = _native.record_bytes(record)
         self._stats = SaveStats(save_id=self._save_id, written_bytes=written, write_seconds=time.monotonic() - started)
         # One compact result a rank: DCP only carries it to `finish`.
@@ -301,11 +301,6 @@ class StrataWriter(StorageWriter):
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def cancel(self) -> None:
-        """End a `write_data` that runs in another thread, or the next one of this save: it raises CheckpointError."""
-        self._cancellation = self._cancellation or _native.Cancellation()
-        self._cancellation.cancel()
 
     def discard(self) -> None:
         """Remove what this save has written, which nobody may commit any more. What cannot be removed is logged."""

@@ -4,7 +4,9 @@ use bytes::Bytes;
 use strata_io::{Error as IoError, PutMode, Store};
 
 use crate::manifest::Manifest;
-use crate::open::{MetadataState, complete_ranks, manifest_names, metadata_name, metadata_state, metadata_tail, newest, or_empty};
+use crate::open::{
+    MetadataState, complete_ranks, manifest_names, metadata_name, metadata_state, metadata_tail, newest, or_empty,
+};
 use crate::{Error, Result};
 
 /// Numbered, create-only records below a run root: the highest names the run that may commit.

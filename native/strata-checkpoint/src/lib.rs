@@ -36,5 +36,5 @@ pub use open::{Beside, Checkpoint, Source, open};
 pub use payload::Payload;
 pub use plain::PlainTensor;
 pub use record::{RankRecord, StockEntry, stock_entries};
-pub use save::{SaveItem, write_items};
+pub use save::{Progress, SaveItem, write_items};
 pub use verify::{Findings, verify};

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
@@ -44,6 +45,15 @@ pub struct SaveItem {
     pub payload: Payload,
 }
 
+/// How far a save of one rank has come; read by whoever shows it.
+#[derive(Debug, Default)]
+pub struct Progress {
+    /// Bytes to write, objects whole; 0 until that is known.
+    pub total_bytes: AtomicU64,
+    /// Bytes that the store has taken.
+    pub written_bytes: AtomicU64,
+}
+
 /// Writes `items` into objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
 ///
 /// # Errors
@@ -57,11 +67,13 @@ pub async fn write_items(
     items: Vec<SaveItem>,
     rank: u32,
     save_id: &str,
+    progress: &Arc<Progress>,
 ) -> Result<RankRecord> {
     let plans = plan_objects(items, rank, save_id)?;
+    progress.total_bytes.store(plans.iter().map(|plan| plan.size).sum(), Relaxed);
     let mut record = RankRecord { rank, objects: Vec::new(), items: Vec::new(), payload_bytes: 0 };
     let names: Vec<String> = plans.iter().map(|plan| plan.name.clone()).collect();
-    match write_objects(store, budget, plans, &mut record).await {
+    match write_objects(store, budget, plans, &mut record, progress).await {
         Ok(()) => Ok(record),
         Err(error) => {
             // An object that was there before is not ours to remove.
@@ -77,10 +89,11 @@ async fn write_objects(
     budget: &ByteBudget,
     plans: Vec<ObjectPlan>,
     record: &mut RankRecord,
+    progress: &Arc<Progress>,
 ) -> Result<()> {
     let mut payloads = Vec::new();
     for plan in plans {
-        write_object(store, budget, plan, record, &mut payloads).await?;
+        write_object(store, budget, plan, record, &mut payloads, progress).await?;
     }
     choose_inline(&mut record.items, &payloads)
 }
@@ -216,10 +229,11 @@ async fn write_object(
     plan: ObjectPlan,
     record: &mut RankRecord,
     payloads: &mut Vec<Payload>,
+    progress: &Arc<Progress>,
 ) -> Result<()> {
     let writer = Arc::new(store.create(&plan.name, plan.size).await?);
     let plan = Arc::new(plan);
-    let written = write_parts(store, budget, &plan, &writer).await;
+    let written = write_parts(store, budget, &plan, &writer, progress).await;
     let writer = Arc::into_inner(writer).expect("every part's write has ended");
     let digests = match written {
         Ok(digests) => digests,
@@ -264,9 +278,10 @@ async fn write_parts(
     budget: &ByteBudget,
     plan: &Arc<ObjectPlan>,
     writer: &SharedWriter,
+    progress: &Arc<Progress>,
 ) -> Result<Vec<Digester>> {
     let mut writes = JoinSet::new();
-    let result = feed_parts(store, budget, plan, writer, &mut writes).await;
+    let result = feed_parts(store, budget, plan, writer, progress, &mut writes).await;
     writes.shutdown().await;
     result
 }
@@ -279,6 +294,7 @@ async fn feed_parts(
     budget: &ByteBudget,
     plan: &Arc<ObjectPlan>,
     writer: &SharedWriter,
+    progress: &Arc<Progress>,
     writes: &mut JoinSet<strata_io::Result<()>>,
 ) -> Result<Vec<Digester>> {
     let digests = Arc::new(Mutex::new(plan.stored.iter().map(|_| Digester::default()).collect::<Vec<_>>()));
@@ -297,10 +313,12 @@ async fn feed_parts(
             };
             tokio::task::spawn_blocking(digest).await.expect("a digest does not panic")?
         };
-        let writer = writer.clone();
+        let (writer, progress) = (writer.clone(), progress.clone());
         writes.spawn(async move {
             let _permit = permit;
-            writer.write_part(part).await
+            writer.write_part(part).await?;
+            progress.written_bytes.fetch_add(bytes, Relaxed);
+            Ok(())
         });
         offset += bytes;
     }

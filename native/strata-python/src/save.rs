@@ -1,14 +1,15 @@
 //! Saving: `write_items`, `open_base`, `commit` and what they exchange.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use bytes::Bytes;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use tokio::sync::watch;
 use strata_checkpoint::item::{Entry, Kind, TensorEntry};
 use strata_checkpoint::{self as core, Commit, Payload, PromisedEntry, RankRecord, SaveItem, StockEntry};
+use tokio::sync::watch;
 
 use crate::buffers::{Owners, lend_device, lend_memory};
 use crate::errors::to_py;
@@ -18,7 +19,7 @@ use crate::store::Store;
 /// Adds this file's functions and classes.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Base>()?;
-    module.add_class::<Cancellation>()?;
+    module.add_class::<Transfer>()?;
     module.add_class::<CommitStats>()?;
     module.add_function(wrap_pyfunction!(open_base, module)?)?;
     module.add_function(wrap_pyfunction!(claim_generation, module)?)?;
@@ -82,21 +83,32 @@ fn claim_generation(py: Python<'_>, run_root: &Store, owner: String) -> PyResult
     wait(py, async move { core::claim_generation(&*store, &owner).await })
 }
 
-/// Ends a `write_items` from another thread, also one that has not begun.
+/// A `write_items`, seen from another thread: how far it has come, and a way to end it, also before it begins.
 #[pyclass(module = "torch_strata._native", frozen)]
-pub(crate) struct Cancellation {
-    sender: watch::Sender<bool>,
+pub(crate) struct Transfer {
+    cancelled: watch::Sender<bool>,
+    progress: Arc<core::Progress>,
 }
 
 #[pymethods]
-impl Cancellation {
+impl Transfer {
     #[new]
     fn new() -> Self {
-        Self { sender: watch::Sender::new(false) }
+        Self { cancelled: watch::Sender::new(false), progress: Arc::default() }
     }
 
     fn cancel(&self) {
-        self.sender.send_replace(true);
+        self.cancelled.send_replace(true);
+    }
+
+    #[getter]
+    fn total_bytes(&self) -> u64 {
+        self.progress.total_bytes.load(Relaxed)
+    }
+
+    #[getter]
+    fn written_bytes(&self) -> u64 {
+        self.progress.written_bytes.load(Relaxed)
     }
 }
 
@@ -116,20 +128,20 @@ type RawItem<'py> =
     (Vec<u8>, Option<Vec<u64>>, i64, u32, i64, usize, usize, String, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
 #[pyfunction]
-#[pyo3(signature = (store, items, *, rank, save_id, cancellation))]
+#[pyo3(signature = (store, items, *, rank, save_id, transfer))]
 fn write_items<'py>(
     py: Python<'py>,
     store: &Store,
     items: Vec<RawItem<'py>>,
     rank: u32,
     save_id: String,
-    cancellation: &Cancellation,
+    transfer: &Transfer,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let (store, budget) = store.open()?;
     let items = lend_items(items)?;
-    let cancelled = cancellation.sender.subscribe();
+    let (cancelled, progress) = (transfer.cancelled.subscribe(), transfer.progress.clone());
     let record = wait(py, async move {
-        unless_cancelled(core::write_items(&*store, &budget, items, rank, &save_id), cancelled).await
+        unless_cancelled(core::write_items(&*store, &budget, items, rank, &save_id, &progress), cancelled).await
     })?;
     Ok(PyBytes::new(py, &record.encode()))
 }
