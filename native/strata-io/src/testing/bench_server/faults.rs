@@ -2,7 +2,7 @@
 
 use std::io::{self, Read};
 use std::net::TcpStream;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use super::wire::Head;
@@ -48,6 +48,7 @@ pub(super) enum Fault {
 #[derive(Debug)]
 pub(super) struct Faults {
     trouble: Trouble,
+    healed: AtomicBool,
     in_flight: AtomicUsize,
     requests: AtomicU64,
 }
@@ -57,7 +58,7 @@ pub(super) struct InFlight<'a>(&'a Faults);
 
 impl Faults {
     pub(super) fn new(trouble: Trouble) -> Self {
-        Self { trouble, in_flight: AtomicUsize::new(0), requests: AtomicU64::new(0) }
+        Self { trouble, healed: AtomicBool::new(false), in_flight: AtomicUsize::new(0), requests: AtomicU64::new(0) }
     }
 
     /// A request has come: what goes wrong with it.
@@ -65,6 +66,9 @@ impl Faults {
         let in_flight = self.in_flight.fetch_add(1, Ordering::Relaxed) + 1;
         let nth = self.requests.fetch_add(1, Ordering::Relaxed);
         let is_busy = self.trouble.busy_above.is_some_and(|most| in_flight > most);
+        if self.healed.load(Ordering::Relaxed) {
+            return (InFlight(self), None);
+        }
         let fault = if is_busy { Some(Fault::SlowDown) } else { self.drawn(head, nth) };
         (InFlight(self), fault)
     }
@@ -83,6 +87,10 @@ impl Faults {
         let fault = ways[(way * ways.len() as f64) as usize];
         let stalls = stalls < self.trouble.stalled && head.method == "GET";
         Some(if stalls { Fault::Stalled } else { fault })
+    }
+
+    pub(super) fn heal(&self) {
+        self.healed.store(true, Ordering::Relaxed);
     }
 
     /// Waits as long as the network would.
