@@ -160,7 +160,8 @@ def test_keys_that_expire_in_mid_upload_are_renewed(bucket, tmp_path, monkeypatc
     with gateway(bucket.endpoint, expired) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         save(state(), bucket.url(RUN), config=SMALL_PARTS)
-    # The save's two handles of the store have keys of their own; one was refused once.
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.endpoint)
+    # Once at the start, once when they were refused; a second handle of the store has keys of its own.
     assert refused and len(calls.read_text().splitlines()) in (2, 3)
     assert loaded_step(bucket.url(RUN)) == 1 and leftovers(bucket) == []
 

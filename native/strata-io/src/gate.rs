@@ -61,6 +61,8 @@ struct State {
     held_until: Option<Instant>,
 }
 
+type Gates = HashMap<(u32, String), Weak<Gate>>;
+
 impl Gate {
     fn new() -> Self {
         let pace = Pace::new();
@@ -72,7 +74,7 @@ impl Gate {
     /// The gate of the bucket `identity` in this process.
     pub(crate) fn of(identity: &str) -> Arc<Self> {
         /// By process too: what was in flight when a process forked is not in flight in the child.
-        static GATES: LazyLock<Mutex<HashMap<(u32, String), Weak<Gate>>>> = LazyLock::new(Mutex::default);
+        static GATES: LazyLock<Mutex<Gates>> = LazyLock::new(Mutex::default);
         let mut gates = GATES.lock().expect("no panic while held");
         gates.retain(|_, gate| gate.strong_count() > 0);
         let known = gates.entry((std::process::id(), identity.to_owned())).or_default();
@@ -81,6 +83,12 @@ impl Gate {
             *known = Arc::downgrade(&gate);
             gate
         })
+    }
+
+    /// Until when nobody may begin, if that is not over.
+    fn held_until(&self) -> Option<Instant> {
+        let held_until = self.state.lock().expect("no panic while held").held_until;
+        held_until.filter(|instant| *instant > Instant::now())
     }
 
     fn set_width(&self, state: &mut State, before: usize) {
@@ -110,25 +118,32 @@ impl Lanes {
         Self { slots: Semaphore::new(max_concurrency.clamp(1, Semaphore::MAX_PERMITS)), gate, tally }
     }
 
-    /// Waits until a request may be made.
+    /// Waits until this handle may make a request.
     ///
     /// # Cancel safety
     /// A dropped wait takes nothing.
-    pub(crate) async fn enter(&self) -> Pass<'_> {
-        let slot = self.slots.acquire().await.expect("the semaphore is never closed");
+    pub(crate) async fn slot(&self) -> SemaphorePermit<'_> {
+        self.slots.acquire().await.expect("the semaphore is never closed")
+    }
+
+    /// Waits until the store bears a request more.
+    ///
+    /// # Cancel safety
+    /// A dropped wait takes nothing, and gives up the slot.
+    pub(crate) async fn enter<'a>(&'a self, slot: SemaphorePermit<'a>) -> Pass<'a> {
         let permit = self.gate.permits.acquire().await.expect("the semaphore is never closed");
         let pass = self.pass(slot, permit);
-        loop {
-            let held_until = self.gate.state.lock().expect("no panic while held").held_until;
-            match held_until {
-                Some(instant) if instant > Instant::now() => tokio::time::sleep_until(instant).await,
-                _ => return pass,
-            }
+        while let Some(held_until) = self.gate.held_until() {
+            tokio::time::sleep_until(held_until).await;
         }
+        pass
     }
 
     /// A pass for a request that is only worth making now, while the store bears it.
     pub(crate) fn try_enter(&self) -> Option<Pass<'_>> {
+        if self.gate.held_until().is_some() {
+            return None;
+        }
         let slot = self.slots.try_acquire().ok()?;
         Some(self.pass(slot, self.gate.permits.try_acquire().ok()?))
     }
@@ -190,16 +205,20 @@ mod tests {
         Lanes::new(max_concurrency, Arc::new(Gate::new()), Arc::default())
     }
 
+    async fn enter(lanes: &Lanes) -> Pass<'_> {
+        lanes.enter(lanes.slot().await).await
+    }
+
     async fn enter_all(lanes: &Lanes, num: usize) -> Vec<Pass<'_>> {
         let mut passes = Vec::new();
         for _ in 0..num {
-            passes.push(lanes.enter().await);
+            passes.push(enter(lanes).await);
         }
         passes
     }
 
     fn is_open(lanes: &Lanes) -> bool {
-        futures::FutureExt::now_or_never(lanes.enter()).is_some()
+        futures::FutureExt::now_or_never(enter(lanes)).is_some()
     }
 
     #[tokio::test]
@@ -212,7 +231,7 @@ mod tests {
             passes.pop();
         }
         assert!(is_open(&lanes));
-        passes.extend([lanes.enter().await]);
+        passes.extend([enter(&lanes).await]);
         assert!(!is_open(&lanes));
     }
 
@@ -247,8 +266,8 @@ mod tests {
         for (asked_s, held_s) in [(7, 7), (10_000, 20)] {
             let lanes = lanes(16);
             let began = Instant::now();
-            lanes.enter().await.ended(Load::Throttled, Some(Duration::from_secs(asked_s)));
-            drop(lanes.enter().await);
+            enter(&lanes).await.ended(Load::Throttled, Some(Duration::from_secs(asked_s)));
+            drop(enter(&lanes).await);
             assert_eq!(began.elapsed().as_secs(), held_s);
         }
     }

@@ -22,6 +22,7 @@ use std::fmt;
 use std::future::Future;
 use std::ops::Range;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
+use std::time::Duration;
 
 use ::http::{HeaderName, HeaderValue};
 use async_trait::async_trait;
@@ -84,6 +85,9 @@ struct Remote {
     config: IoConfig,
     lanes: Lanes,
 }
+
+/// What a store has throttled past a short deadline is still cleaned up, if it can be within this time.
+const CLEAN_UP: Duration = Duration::from_secs(10);
 
 /// Headers that a request carries besides the crate's.
 type Headers = Vec<(HeaderName, HeaderValue)>;
@@ -392,10 +396,16 @@ impl Remote {
         let (object, key) = (self.object(name), names::key(&self.root, name)?);
         let (parts, id) = (self.uploads("abort", name)?, upload_id.to_owned());
         let doing = Doing { operation: "abort", object: &object };
-        match self.retried(doing, Headers::new(), || parts.abort_multipart(&key, &id)).await {
-            // Finished or aborted before.
-            Err(Error::NotFound { .. } | Error::UploadEnded { .. }) => Ok(()),
-            ended => ended,
+        let deadline = self.config.deadline.max(CLEAN_UP);
+        let policy = Policy { max_tries: self.config.max_tries, deadline };
+        let mut retry = Retry::start(policy, &self.lanes, doing.operation, doing.object);
+        loop {
+            let abort = self.request(doing, Headers::new(), parts.abort_multipart(&key, &id));
+            match retry.attempt(abort).await {
+                // Finished or aborted before.
+                Ok(()) | Err(Failure::Final(Error::NotFound { .. } | Error::UploadEnded { .. })) => return Ok(()),
+                Err(failure) => retry.pause(failure).await?,
+            }
         }
     }
 }

@@ -93,17 +93,23 @@ impl<'a> Retry<'a> {
         Self { policy, operation, object, began, lanes, tries: 0, since_progress: 0, corrected: false }
     }
 
-    /// Runs one try when it may be made, cut off at the deadline. Waiting until it may costs no time.
+    /// Runs one try when it may be made, cut off at the deadline. Waiting for others of the same handle costs no time;
+    /// waiting for a store that is too busy does, or it could be for ever.
     pub(crate) async fn attempt<T>(
         &mut self,
         try_once: impl Future<Output = Result<T, Failure>>,
     ) -> Result<T, Failure> {
         let asked = Instant::now();
-        let pass = self.lanes.enter().await;
+        let slot = self.lanes.slot().await;
         self.began += asked.elapsed();
-        let left = self.policy.deadline.saturating_sub(self.began.elapsed());
-        let ended = tokio::time::timeout(left, try_once).await.unwrap_or_else(|_| {
-            let detail = format!("no answer within the deadline of {:?}", self.policy.deadline);
+        let (deadline, ends_at) = (self.policy.deadline, self.began + self.policy.deadline);
+        let Ok(pass) = tokio::time::timeout_at(ends_at, self.lanes.enter(slot)).await else {
+            return Err(Failure::again(format!(
+                "the store was too busy for a try within the deadline of {deadline:?}"
+            )));
+        };
+        let ended = tokio::time::timeout_at(ends_at, try_once).await.unwrap_or_else(|_| {
+            let detail = format!("no answer within the deadline of {deadline:?}");
             Err(Failure::Again { detail, cause: Cause::Stalled, after: None })
         });
         let (load, after) = ended.as_ref().err().map_or((Load::Served, None), Failure::load);
