@@ -84,13 +84,15 @@ pub(crate) struct Retry<'a> {
     tries: u32,
     since_progress: u32,
     corrected: bool,
+    /// The last failure that passes.
+    last: Option<String>,
 }
 
 impl<'a> Retry<'a> {
     /// Starts the clock. `operation` is a verb, `object` a URL; both are for the message.
     pub(crate) fn start(policy: Policy, lanes: &'a Lanes, operation: &'static str, object: &'a str) -> Self {
         let began = Instant::now();
-        Self { policy, operation, object, began, lanes, tries: 0, since_progress: 0, corrected: false }
+        Self { policy, operation, object, began, lanes, tries: 0, since_progress: 0, corrected: false, last: None }
     }
 
     /// Runs one try when it may be made, cut off at the deadline. Waiting for others of the same handle costs no time;
@@ -104,9 +106,11 @@ impl<'a> Retry<'a> {
         self.began += asked.elapsed();
         let (deadline, ends_at) = (self.policy.deadline, self.began + self.policy.deadline);
         let Ok(pass) = tokio::time::timeout_at(ends_at, self.lanes.enter(slot)).await else {
-            return Err(Failure::again(format!(
-                "the store was too busy for a try within the deadline of {deadline:?}"
-            )));
+            let busy = format!("the store was too busy for a try within the deadline of {deadline:?}");
+            return Err(Failure::again(match self.last.take() {
+                Some(last) => format!("{last}; then {busy}"),
+                None => busy,
+            }));
         };
         let ended = tokio::time::timeout_at(ends_at, try_once).await.unwrap_or_else(|_| {
             let detail = format!("no answer within the deadline of {deadline:?}");
@@ -156,6 +160,7 @@ impl<'a> Retry<'a> {
             Tally::add(&self.lanes.tally.restarted);
         }
         tracing::info!(object = self.object, tries = self.tries, wait_s = wait.as_secs_f64(), detail, "trying again");
+        self.last = Some(detail);
         tokio::time::sleep(wait).await;
         Ok(())
     }

@@ -77,6 +77,11 @@ impl BenchServer {
         self.shared.requests.lock().expect("no panic while held").clone()
     }
 
+    /// Requests in flight while one is served, on average.
+    pub fn mean_in_flight(&self) -> f64 {
+        self.shared.faults.mean_in_flight()
+    }
+
     /// From here on nothing goes wrong.
     pub fn heal(&self) {
         self.shared.faults.heal();

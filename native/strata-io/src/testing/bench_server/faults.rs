@@ -45,12 +45,15 @@ pub(super) enum Fault {
 }
 
 /// Decides about each request in turn.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Faults {
     trouble: Trouble,
     healed: AtomicBool,
     in_flight: AtomicUsize,
     requests: AtomicU64,
+    /// Requests that were served, and the sum of those in flight then.
+    served: AtomicU64,
+    together: AtomicU64,
 }
 
 /// Counts a request as being in flight.
@@ -58,7 +61,7 @@ pub(super) struct InFlight<'a>(&'a Faults);
 
 impl Faults {
     pub(super) fn new(trouble: Trouble) -> Self {
-        Self { trouble, healed: AtomicBool::new(false), in_flight: AtomicUsize::new(0), requests: AtomicU64::new(0) }
+        Self { trouble, ..Self::default() }
     }
 
     /// A request has come: what goes wrong with it.
@@ -68,6 +71,10 @@ impl Faults {
         let is_busy = self.trouble.busy_above.is_some_and(|most| in_flight > most);
         if self.healed.load(Ordering::Relaxed) {
             return (InFlight(self), None);
+        }
+        if !is_busy {
+            self.served.fetch_add(1, Ordering::Relaxed);
+            self.together.fetch_add(in_flight as u64, Ordering::Relaxed);
         }
         let fault = if is_busy { Some(Fault::SlowDown) } else { self.drawn(head, nth) };
         (InFlight(self), fault)
@@ -87,6 +94,10 @@ impl Faults {
         let fault = ways[(way * ways.len() as f64) as usize];
         let stalls = stalls < self.trouble.stalled && head.method == "GET";
         Some(if stalls { Fault::Stalled } else { fault })
+    }
+
+    pub(super) fn mean_in_flight(&self) -> f64 {
+        self.together.load(Ordering::Relaxed) as f64 / self.served.load(Ordering::Relaxed) as f64
     }
 
     pub(super) fn heal(&self) {
