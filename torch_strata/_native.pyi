@@ -71,6 +71,13 @@ class Store:
     def put(self, name: str, data: bytes) -> None: ...
     def list(self, prefix: str) -> list[tuple[str, int]]: ...
     def delete(self, name: str) -> None: ...
+    def counters(self) -> dict[str, int]:
+        """Events since the store was opened in this process, that of its siblings included; all 0 for local stores.
+
+        ``retries``: tries after the first of each operation. ``throttled``: answers by which the store asked for fewer
+        requests. ``restarted``: transfers ended because too few bytes moved, and begun again. ``hedged``: second
+        requests for what a first one was slow to bring.
+        """
 
 @final
 class Base:

@@ -44,14 +44,15 @@ class StorageConfig:
 
     Attributes:
         max_in_flight_bytes: Memory that buffers and bytes in flight may take, in bytes; at least ``part_bytes``.
-        max_concurrency: Requests, or local reads and writes, at a time; 1 to 1024.
+        max_concurrency: Requests, or local reads and writes, at a time; 1 to 1024. A remote store that throttles gets
+            fewer: half as many after each complaint, and one more after each round that it served.
         part_bytes: Size of a part of a large object, in bytes; 5 MiB to 5 GiB. Raised for objects that would need
             more than 10,000 parts.
         fsync: Whether local writes end with fsync of file and directory. Without it a power cut may lose a save
             that was reported as done.
         direct_io: Whether large local transfers bypass the page cache where alignment allows.
         max_tries: Tries of one request, the first included; 1 to 100.
-        deadline: Time for one operation with all its tries; more than 0.
+        deadline: Time for one operation with all its tries, waits for a busy store included; more than 0.
         storage_options: The store's own settings, such as ``endpoint`` or ``region``.
 
     Raises:

@@ -6,10 +6,12 @@
 
 pub mod digest;
 mod error;
+mod gate;
 pub mod lent;
 pub mod local;
 mod memory;
 mod open;
+mod pace;
 mod remote;
 mod retry;
 pub mod schedule;
@@ -20,4 +22,4 @@ pub mod testing;
 pub use error::{Error, Result};
 pub use open::{IoConfig, SCHEMES, open};
 pub use remote::{PendingUpload, UPLOADS_FOLDER, discard_upload, pending_uploads};
-pub use store::{ObjectInfo, ObjectWriter, Part, PutMode, Store, is_plain};
+pub use store::{Counters, ObjectInfo, ObjectWriter, Part, PutMode, Store, is_plain};

@@ -5,6 +5,7 @@
 //! uploads whose outcome is looked up when the answer was lost, and uploads that leave nothing behind.
 
 mod answer;
+mod body;
 mod client;
 mod credentials;
 mod download;
@@ -13,13 +14,15 @@ mod journal;
 mod names;
 pub(crate) mod open;
 mod options;
+mod signing;
 mod upload;
 
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::ops::Range;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
+use std::time::Duration;
 
 use ::http::{HeaderName, HeaderValue};
 use async_trait::async_trait;
@@ -28,17 +31,19 @@ use bytes::Bytes;
 use object_store::multipart::MultipartStore;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutPayload};
-use tokio::sync::Semaphore;
 
 use self::answer::Doing;
 use self::http::Call;
 pub use self::journal::{PendingUpload, UPLOADS_FOLDER, discard_upload, pending_uploads};
+use self::signing::Signing;
 use crate::digest::DigestKind;
+use crate::gate::{Gate, Lanes, Tally};
 use crate::lent::LentMut;
+use crate::pace::Siblings;
 use crate::retry::{Failure, Policy, Retry};
 use crate::schedule::PartLimits;
 use crate::store::check_plain;
-use crate::{Error, IoConfig, ObjectInfo, ObjectWriter, PutMode, Result, Store};
+use crate::{Counters, Error, IoConfig, ObjectInfo, ObjectWriter, PutMode, Result, Store};
 
 /// What a kind of store can do.
 #[derive(Debug, Clone, Copy)]
@@ -62,6 +67,8 @@ pub(crate) struct Bucket {
     pub(crate) identity: String,
     /// What it can do.
     pub(crate) abilities: Abilities,
+    /// What its requests are signed with.
+    pub(crate) signing: Signing,
 }
 
 /// A [`Store`] over the `object_store` crate.
@@ -76,8 +83,11 @@ struct Remote {
     root: String,
     bucket: Bucket,
     config: IoConfig,
-    slots: Semaphore,
+    lanes: Lanes,
 }
+
+/// What a store has throttled past a short deadline is still cleaned up, if it can be within this time.
+const CLEAN_UP: Duration = Duration::from_secs(10);
 
 /// Headers that a request carries besides the crate's.
 type Headers = Vec<(HeaderName, HeaderValue)>;
@@ -85,9 +95,14 @@ type Headers = Vec<(HeaderName, HeaderValue)>;
 impl RemoteStore {
     /// The store at `url` (no credentials in it), whose objects have keys below `root`.
     pub(crate) fn new(url: &str, root: &str, bucket: Bucket, config: &IoConfig) -> Self {
-        let slots = Semaphore::new(config.max_concurrency.clamp(1, Semaphore::MAX_PERMITS));
+        let gate = Gate::of(&bucket.identity);
+        Self::counting(url, root, bucket, config, gate, Arc::default())
+    }
+
+    fn counting(url: &str, root: &str, bucket: Bucket, config: &IoConfig, gate: Arc<Gate>, tally: Arc<Tally>) -> Self {
+        let lanes = Lanes::new(config.max_concurrency, gate, tally);
         let (url, root) = (url.trim_end_matches('/').to_owned(), root.trim_matches('/').to_owned());
-        Self { remote: Arc::new(Remote { url, root, bucket, config: config.clone(), slots }) }
+        Self { remote: Arc::new(Remote { url, root, bucket, config: config.clone(), lanes }) }
     }
 }
 
@@ -99,12 +114,13 @@ impl Store for RemoteStore {
 
     fn sibling(&self, name: &str) -> Result<Arc<dyn Store>> {
         check_plain(name)?;
-        let Remote { url, root, bucket, config, .. } = &*self.remote;
+        let Remote { url, root, bucket, config, lanes } = &*self.remote;
         if root.is_empty() {
             return Err(Error::Config(format!("nothing lies beside {url}: it is all of the bucket")));
         }
         let beside = |place: &str| place.rsplit_once('/').map_or(name.to_owned(), |(up, _)| format!("{up}/{name}"));
-        Ok(Arc::new(Self::new(&beside(url), &beside(root), bucket.clone(), config)))
+        let (gate, tally) = (lanes.gate.clone(), lanes.tally.clone());
+        Ok(Arc::new(Self::counting(&beside(url), &beside(root), bucket.clone(), config, gate, tally)))
     }
 
     fn part_bytes(&self, object_bytes: u64) -> u64 {
@@ -193,15 +209,15 @@ impl Store for RemoteStore {
     async fn abort_upload(&self, name: &str, upload_id: &str) -> Result<()> {
         self.remote.abort_upload(name, upload_id).await
     }
+
+    fn counters(&self) -> Counters {
+        self.remote.lanes.tally.counters()
+    }
 }
 
 impl Remote {
     fn object(&self, name: &str) -> String {
         format!("{}/{name}", self.url)
-    }
-
-    fn policy(&self) -> Policy {
-        Policy { max_tries: self.config.max_tries, deadline: self.config.deadline }
     }
 
     fn part_bytes(&self, object_bytes: u64) -> u64 {
@@ -236,8 +252,31 @@ impl Remote {
         request: impl Future<Output = object_store::Result<T>>,
     ) -> Result<T, Failure> {
         let call = Call::with_headers(headers);
-        let answer = call.scope(request).await;
-        answer.map_err(|error| answer::failure(doing, &error, &call.seen()))
+        let generation = self.bucket.signing.generation();
+        match call.scope(request).await {
+            Ok(answer) => Ok(answer),
+            Err(error) => Err(self.failure(doing, &error, &call, generation).await),
+        }
+    }
+
+    /// What the failure of a request with keys of `generation` means.
+    async fn failure(&self, doing: Doing<'_>, error: &object_store::Error, call: &Call, generation: u64) -> Failure {
+        let seen = call.seen();
+        match answer::failure(doing, error, &seen) {
+            Failure::Final(error) if self.bucket.signing.correct(&seen, generation).await => Failure::Corrected(error),
+            failure => failure,
+        }
+    }
+
+    /// How long reads take here.
+    fn reads(&self) -> MutexGuard<'_, Siblings> {
+        self.lanes.gate.reads.lock().expect("no panic while held")
+    }
+
+    /// The tries of one operation.
+    fn tries<'a>(&'a self, operation: &'static str, object: &'a str) -> Retry<'a> {
+        let policy = Policy { max_tries: self.config.max_tries, deadline: self.config.deadline };
+        Retry::start(policy, &self.lanes, operation, object)
     }
 
     /// One request with its tries.
@@ -245,9 +284,9 @@ impl Remote {
     where
         F: Future<Output = object_store::Result<T>>,
     {
-        let mut retry = Retry::start(self.policy(), doing.operation, doing.object);
+        let mut retry = self.tries(doing.operation, doing.object);
         loop {
-            match retry.attempt(&self.slots, self.request(doing, headers.clone(), request())).await {
+            match retry.attempt(self.request(doing, headers.clone(), request())).await {
                 Ok(answer) => return Ok(answer),
                 Err(failure) => retry.pause(failure).await?,
             }
@@ -269,9 +308,9 @@ impl Remote {
     /// retry of our own create meets our own object. Equal bytes are taken for ours.
     async fn put_new(&self, name: &str, bytes: Bytes) -> Result<()> {
         let object = self.object(name);
-        let mut retry = Retry::start(self.policy(), "create", &object);
+        let mut retry = self.tries("create", &object);
         loop {
-            let Err(failure) = retry.attempt(&self.slots, self.create_once(name, &bytes)).await else {
+            let Err(failure) = retry.attempt(self.create_once(name, &bytes)).await else {
                 return Ok(());
             };
             if is_unsupported(&failure) {
@@ -311,9 +350,9 @@ impl Remote {
         let name = format!(".strata/probe-{:016x}", rand::random::<u64>());
         self.put_new(&name, Bytes::from_static(b"first")).await?;
         let object = self.object(&name);
-        let mut retry = Retry::start(self.policy(), "create", &object);
+        let mut retry = self.tries("create", &object);
         let honoured = loop {
-            match retry.attempt(&self.slots, self.create_once(&name, &Bytes::from_static(b"second"))).await {
+            match retry.attempt(self.create_once(&name, &Bytes::from_static(b"second"))).await {
                 Ok(()) => break Ok(false),
                 Err(Failure::Final(Error::AlreadyExists { .. })) => break Ok(true),
                 Err(failure) if is_unsupported(&failure) => break Ok(false),
@@ -357,10 +396,16 @@ impl Remote {
         let (object, key) = (self.object(name), names::key(&self.root, name)?);
         let (parts, id) = (self.uploads("abort", name)?, upload_id.to_owned());
         let doing = Doing { operation: "abort", object: &object };
-        match self.retried(doing, Headers::new(), || parts.abort_multipart(&key, &id)).await {
-            // Finished or aborted before.
-            Err(Error::NotFound { .. } | Error::UploadEnded { .. }) => Ok(()),
-            ended => ended,
+        let deadline = self.config.deadline.max(CLEAN_UP);
+        let policy = Policy { max_tries: self.config.max_tries, deadline };
+        let mut retry = Retry::start(policy, &self.lanes, doing.operation, doing.object);
+        loop {
+            let abort = self.request(doing, Headers::new(), parts.abort_multipart(&key, &id));
+            match retry.attempt(abort).await {
+                // Finished or aborted before.
+                Ok(()) | Err(Failure::Final(Error::NotFound { .. } | Error::UploadEnded { .. })) => return Ok(()),
+                Err(failure) => retry.pause(failure).await?,
+            }
         }
     }
 }

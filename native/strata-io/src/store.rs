@@ -29,6 +29,19 @@ pub struct ObjectInfo {
     pub size: u64,
 }
 
+/// What has happened so far to the requests of a store, of its siblings and of their writers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Tries after the first one of each operation.
+    pub retries: u64,
+    /// Answers by which the store asked for fewer requests.
+    pub throttled: u64,
+    /// Transfers that moved too little for too long, and were ended to be begun again.
+    pub restarted: u64,
+    /// Second requests for what a first one was slow to bring.
+    pub hedged: u64,
+}
+
 /// A range of an object about to be written.
 #[derive(Debug, Clone)]
 pub struct Part {
@@ -132,6 +145,11 @@ pub trait Store: Debug + Send + Sync {
     /// [`crate::pending_uploads`]. Stores without such uploads, and uploads that are gone, are no error.
     async fn abort_upload(&self, _name: &str, _upload_id: &str) -> Result<()> {
         Ok(())
+    }
+
+    /// Counters since this store was opened; all zero where nothing is ever tried twice.
+    fn counters(&self) -> Counters {
+        Counters::default()
     }
 
     /// Removes what small writes of processes that have died left in the folder `prefix` (`""`, or ending in `/`), best

@@ -9,7 +9,7 @@ use strata_io::digest::{self, DigestKind};
 use strata_io::lent::LentMut;
 use strata_io::testing::bench_server::BenchServer;
 use strata_io::{Error, PutMode, Store, pending_uploads};
-use support::proxy::{Action, Proxy, Rule, answer, error};
+use support::proxy::{Action, Proxy, Rule, answer, error, header};
 use support::{config, pattern, write_object};
 
 /// A store behind a proxy with these rules. Objects are put straight into `direct`.
@@ -92,6 +92,24 @@ async fn a_create_whose_answer_was_lost_is_known_for_ours() {
 }
 
 #[tokio::test]
+async fn a_create_in_conflict_is_settled_by_what_is_there() {
+    for refused in [error(409, "", "ConditionalRequestConflict"), error(412, "", "PreconditionFailed")] {
+        // The conflict was with nobody that has won; the answer was to our own write; somebody else was there first.
+        let ours = place(vec![rule("PUT", "/o", 1, Action::Answer(refused.clone()))]);
+        ours.store.put("o", "ours".into(), PutMode::Create).await.unwrap();
+        let ours_too = place(vec![rule("PUT", "/o", 1, Action::Replaced(refused.clone()))]);
+        ours_too.store.put("o", "ours".into(), PutMode::Create).await.unwrap();
+        assert_eq!(ours_too.proxy.heads("PUT", "/o").len(), 1);
+        let theirs = place(vec![rule("PUT", "/o", 1, Action::Answer(refused))]);
+        theirs.direct.put("o", "theirs".into(), PutMode::Overwrite).await.unwrap();
+        let error = theirs.store.put("o", "ours".into(), PutMode::Create).await.unwrap_err();
+        assert!(matches!(error, Error::AlreadyExists { .. }), "{error}");
+        let found = [&ours, &ours_too, &theirs].map(|place| place.direct.read("o", None));
+        assert_eq!(futures::future::try_join_all(found).await.unwrap(), ["ours", "ours", "theirs"]);
+    }
+}
+
+#[tokio::test]
 async fn a_create_that_failed_before_another_won_is_refused() {
     let place = place(vec![rule("PUT", "/o", 1, Action::Reset)]);
     place.direct.put("o", "theirs".into(), PutMode::Create).await.unwrap();
@@ -142,6 +160,55 @@ async fn an_upload_that_cannot_be_completed_is_aborted() {
 }
 
 #[tokio::test]
+async fn a_success_with_an_error_in_it_for_ever_is_an_error() {
+    let place = place(vec![rule("POST", "large?uploadId", 0, Action::Answer(error(200, "", "InternalError")))]);
+    let error = write_object(&*place.store, "large", &pattern((5 << 20) + 1)).await.unwrap_err();
+    let named = matches!(&error, Error::Exhausted { operation: "complete", tries: 4, detail, .. }
+        if detail == "InternalError: by the test");
+    assert!(named, "{error}");
+    assert!(matches!(place.direct.size("large").await, Err(Error::NotFound { .. })));
+    assert_eq!(place.server.pending_uploads(), Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn an_upload_that_failed_is_aborted_although_the_abort_is_throttled() {
+    let throttled = Action::Answer(error(503, "", "SlowDown"));
+    let rules = vec![
+        rule("PUT", "partNumber=2", 0, Action::Answer(error(403, "", "AccessDenied"))),
+        rule("DELETE", "uploadId", 1, throttled.clone()),
+        rule("DELETE", "uploadId", 2, throttled),
+    ];
+    let place = place(rules);
+    let bytes = pattern(11 << 20);
+    let writer = place.store.create("large", bytes.len() as u64).await.unwrap();
+    let error = support::write_all(&*writer, support::parts(&*place.store, &bytes)).await.unwrap_err();
+    assert!(matches!(error, Error::PermissionDenied { .. }), "{error}");
+    writer.abort().await;
+    assert_eq!(place.server.pending_uploads(), Vec::<String>::new());
+    assert_eq!(pending_uploads(&*place.direct).await.unwrap(), []);
+}
+
+#[tokio::test]
+async fn an_upload_that_met_its_deadline_leaves_nothing() {
+    let mut hasty = config();
+    hasty.deadline = Duration::from_secs(1);
+    for action in [Action::Deaf, Action::Answer(error(503, "retry-after: 1\r\n", "SlowDown"))] {
+        let server = BenchServer::start(true).unwrap();
+        let proxy = Proxy::start(&server.endpoint(), vec![rule("PUT", "partNumber=2", 0, action)]);
+        let store = support::s3(&proxy.endpoint(), "b", &hasty);
+        let bytes = pattern(11 << 20);
+        let writer = store.create("large", bytes.len() as u64).await.unwrap();
+        let began = Instant::now();
+        let error = support::write_all(&*writer, support::parts(&*store, &bytes)).await.unwrap_err();
+        let named = matches!(&error, Error::Exhausted { operation: "write", object, tries: 1, .. } if object.ends_with("/large"));
+        assert!(named && began.elapsed() < Duration::from_secs(5), "{error}");
+        writer.abort().await;
+        assert_eq!(server.pending_uploads(), Vec::<String>::new());
+        assert_eq!(pending_uploads(&*store).await.unwrap(), []);
+    }
+}
+
+#[tokio::test]
 async fn an_upload_that_nobody_could_abort_is_found_and_ended_later() {
     let place = place(vec![rule("DELETE", "uploadId", 0, Action::Answer(error(403, "", "AccessDenied")))]);
     let writer = place.store.create("large", 6 << 20).await.unwrap();
@@ -166,8 +233,12 @@ async fn a_body_that_breaks_off_is_resumed_at_the_exact_byte() {
     let head = target.split_to(7);
     place.store.read_into("o", 20_000..80_000, vec![head, target]).await.unwrap();
     assert_eq!(alias.as_slice(), &bytes[20_000..80_000]);
-    let ranges: Vec<String> = place.proxy.heads("GET", "/o").iter().map(|head| header(head, "range:")).collect();
+    let heads = place.proxy.heads("GET", "/o");
+    let ranges: Vec<String> = heads.iter().map(|head| header(head, "range")).collect();
     assert_eq!(ranges, ["bytes=20000-79999", "bytes=21000-79999", "bytes=21500-79999"]);
+    // Only of the version that the first bytes are from.
+    let conditions: Vec<bool> = heads.iter().map(|head| header(head, "if-match").starts_with('"')).collect();
+    assert_eq!(conditions, [false, true, true]);
 }
 
 #[tokio::test]
@@ -217,12 +288,25 @@ async fn a_stalled_download_goes_on() {
 }
 
 #[tokio::test]
+async fn a_download_that_hardly_moves_is_begun_again_where_it_stands() {
+    let place = place(vec![rule("GET", "/o", 1, Action::Trickle)]);
+    place.direct.put("o", pattern(100_000), PutMode::Overwrite).await.unwrap();
+    assert_eq!(place.store.read("o", Some(0..100_000)).await.unwrap(), pattern(100_000));
+    let ranges: Vec<String> = place.proxy.heads("GET", "/o").iter().map(|head| header(head, "range")).collect();
+    let resumed_at: u64 = ranges[1].trim_start_matches("bytes=").split('-').next().unwrap().parse().unwrap();
+    assert!(ranges.len() == 2 && (1..1000).contains(&resumed_at), "{ranges:?}");
+    assert_eq!(place.store.counters().restarted, 1);
+}
+
+#[tokio::test]
 async fn a_stalled_upload_goes_on() {
     let place = place(vec![rule("PUT", "/o", 1, Action::Deaf)]);
     let bytes = pattern(12 << 20);
     place.store.put("o", bytes.clone(), PutMode::Overwrite).await.unwrap();
     assert!(place.direct.read("o", None).await.unwrap() == bytes);
     assert_eq!(place.proxy.heads("PUT", "/o").len(), 2);
+    let counters = place.store.counters();
+    assert_eq!((counters.retries, counters.restarted), (1, 1));
 }
 
 #[tokio::test]
@@ -235,9 +319,4 @@ async fn the_deadline_ends_a_server_that_never_answers() {
     support::s3(&server.endpoint(), "b", &config).put("o", pattern(9), PutMode::Overwrite).await.unwrap();
     let error = store.read("o", None).await.unwrap_err();
     assert!(matches!(error, Error::Exhausted { .. }), "{error}");
-}
-
-fn header(head: &str, name: &str) -> String {
-    let value = |line: &str| line.to_ascii_lowercase().strip_prefix(name).map(|value| value.trim().to_owned());
-    head.lines().find_map(value).unwrap_or_default()
 }

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use strata_io::testing::bench_server::BenchServer;
 use strata_io::{Error, PutMode, digest};
-use support::proxy::{Action, Proxy, Rule, answer};
+use support::proxy::{Action, Proxy, Rule, answer, error, header};
 use support::{config, pattern, s3, servers, store};
 
 #[tokio::test]
@@ -168,6 +168,95 @@ async fn an_instance_is_asked_once_for_its_keys() {
     let store = store(&format!("s3://{bucket}/run"), &[("endpoint", endpoint)], &config());
     let puts = ["a", "b", "c"].map(|name| store.put(name, "x".into(), PutMode::Overwrite));
     futures::future::try_join_all(puts).await.unwrap();
+}
+
+/// A credential process that gives a new key at each call, or the same one each time.
+fn key_process(directory: &std::path::Path, key: &str) -> std::path::PathBuf {
+    let (script, calls) = (directory.join("keys.sh"), directory.join("calls"));
+    let json = format!(
+        r#"{{"Version":1,"AccessKeyId":"{key}","SecretAccessKey":"s","SessionToken":"t","Expiration":"2099-01-01T00:00:00Z"}}"#
+    );
+    let line = format!("echo x >> {calls}\nn=$(wc -l < {calls})\ncat <<END\n{json}\nEND\n", calls = calls.display());
+    std::fs::write(&script, line).unwrap();
+    let file = directory.join("config");
+    std::fs::write(&file, format!("[default]\ncredential_process = sh {}\n", script.display())).unwrap();
+    file
+}
+
+const EXPIRED_TEST: &str = "keys_that_expire_in_mid_upload_are_renewed_once";
+
+#[tokio::test]
+async fn keys_that_expire_in_mid_upload_are_renewed_once() {
+    if std::env::var_os(INNER).is_none() {
+        for key in ["KEY$n", "KEY"] {
+            let directory = tempfile::tempdir().unwrap();
+            let file = key_process(directory.path(), key);
+            let variables = [("AWS_CONFIG_FILE", file.to_str().unwrap()), ("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")];
+            in_its_own_process(EXPIRED_TEST, &[variables[0], variables[1], ("STRATA_TEST_KEY", key)]);
+        }
+        return;
+    }
+    let is_renewable = std::env::var("STRATA_TEST_KEY").unwrap() == "KEY$n";
+    let server = BenchServer::start(true).unwrap();
+    for (status, nth) in [(400, 1), (403, 1), (403, 0)] {
+        let expired = Action::Answer(error(status, "", "ExpiredToken"));
+        let rule = Rule { method: "PUT", target: "partNumber=2", nth, action: expired };
+        let proxy = Proxy::start(&server.endpoint(), vec![rule]);
+        let store = store("s3://b/run", &[("endpoint", &proxy.endpoint())], &config());
+        let written = support::write_object(&*store, "large", &pattern((5 << 20) + 1)).await;
+        let used: Vec<String> =
+            proxy.heads("PUT", "partNumber=2").iter().map(|head| header(head, "authorization")).collect();
+        assert_eq!(used.len(), if is_renewable { 2 } else { 1 }, "{used:?}");
+        assert!(!is_renewable || used[0] != used[1], "{used:?}");
+        match written {
+            Ok(()) => assert!(is_renewable && nth == 1),
+            Err(Error::PermissionDenied { detail, .. }) => {
+                assert!(detail.contains("ExpiredToken") && !(is_renewable && nth == 1), "{detail}");
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_wrong_clock_is_set_by_the_stores_or_else_named_with_both_times() {
+    let server = BenchServer::start(true).unwrap();
+    for nth in [1, 0] {
+        let skewed = error(403, "date: Thu, 01 Jan 2026 00:00:00 GMT\r\n", "RequestTimeTooSkewed");
+        let rule = Rule { method: "PUT", target: "/o", nth, action: Action::Answer(skewed) };
+        let proxy = Proxy::start(&server.endpoint(), vec![rule]);
+        let store = s3(&proxy.endpoint(), "b", &config());
+        let written = store.put("o", "x".into(), PutMode::Overwrite).await;
+        let dates: Vec<String> = proxy.heads("PUT", "/o").iter().map(|head| header(head, "x-amz-date")).collect();
+        assert!(dates.len() == 2 && dates[1].starts_with("20260101T0000"), "{dates:?}");
+        if nth == 1 {
+            written.unwrap();
+            // A request that has no header of ours is signed with the store's time too.
+            store.read("o", None).await.unwrap();
+            let date = header(&proxy.heads("GET", "/o")[0], "x-amz-date");
+            assert!(date.starts_with("20260101T00"), "{date}");
+        } else {
+            let error = written.unwrap_err();
+            let denied = matches!(&error, Error::PermissionDenied { detail, .. }
+                if detail.contains("RequestTimeTooSkewed") && detail.contains("the clock of this machine says"));
+            assert!(denied && error.to_string().contains("the store's Thu, 01 Jan 2026 00:00:00 GMT"), "{error}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_checks_signatures_accepts_a_corrected_time() {
+    let (endpoint, bucket) = servers::s3s_bucket();
+    // It checks the signature over whatever time it is told: one minute off is within every store's limit.
+    let minute_ahead = httpdate::fmt_http_date(std::time::SystemTime::now() + std::time::Duration::from_secs(60));
+    let skewed = error(403, &format!("date: {minute_ahead}\r\n"), "RequestTimeTooSkewed");
+    let proxy =
+        Proxy::start(endpoint, vec![Rule { method: "PUT", target: "/odd", nth: 1, action: Action::Answer(skewed) }]);
+    let store = s3(&proxy.endpoint(), &bucket, &config());
+    let name = "odd ü~#?[]{}/a%20b+c=d";
+    store.put(name, "x".into(), PutMode::Overwrite).await.unwrap();
+    assert_eq!(store.read(name, None).await.unwrap(), "x");
+    assert_eq!(store.list("odd ü~#?[]{}/").await.unwrap().len(), 1);
 }
 
 #[tokio::test]

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use strata_checkpoint::Error;
 use strata_io::schedule::ByteBudget;
-use strata_io::{IoConfig, PutMode, open};
+use strata_io::{Counters, IoConfig, PutMode, open};
 
 use crate::errors::to_py;
 use crate::runtime::{runtime, wait};
@@ -111,6 +111,11 @@ impl Store {
         let (store, _) = self.open()?;
         let listed = wait(py, async move { store.list(&prefix).await.map_err(Error::from) })?;
         Ok(listed.into_iter().map(|object| (object.name, object.size)).collect())
+    }
+
+    fn counters(&self) -> PyResult<BTreeMap<&'static str, u64>> {
+        let Counters { retries, throttled, restarted, hedged } = self.open()?.0.counters();
+        Ok([("retries", retries), ("throttled", throttled), ("restarted", restarted), ("hedged", hedged)].into())
     }
 
     fn delete(&self, py: Python<'_>, name: String) -> PyResult<()> {

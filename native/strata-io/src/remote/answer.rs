@@ -1,8 +1,10 @@
 //! What a failed answer means: a final error by its name, or another try.
 
+use std::time::SystemTime;
+
 use super::http::{Seen, chain};
 use crate::Error;
-use crate::retry::Failure;
+use crate::retry::{Cause, Failure};
 
 /// Error codes after which the same request may succeed.
 const PASSING: [&str; 12] = [
@@ -19,6 +21,13 @@ const PASSING: [&str; 12] = [
     "Throttling",
     "ThrottlingException",
 ];
+
+/// Those of them that ask for fewer requests.
+const THROTTLED: [&str; 6] =
+    ["RequestLimitExceeded", "ServerBusy", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException"];
+
+/// Codes for keys that were valid once.
+const EXPIRED: [&str; 3] = ["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"];
 
 /// Codes by which a store says that the bytes it got are not the ones it was told of.
 const DIGEST: [&str; 6] = [
@@ -45,13 +54,33 @@ pub(crate) struct Doing<'a> {
 /// Judges the failure `error` of a request whose answer was `seen`.
 pub(crate) fn failure(doing: Doing<'_>, error: &object_store::Error, seen: &Seen) -> Failure {
     if let Some(detail) = &seen.transport {
-        return Failure::again(detail.clone());
+        let cause = if seen.stalled { Cause::Stalled } else { Cause::Other };
+        return Failure::Again { detail: detail.clone(), cause, after: None };
     }
     let code = seen.code.as_deref().unwrap_or_default();
     if PASSING.contains(&code) || matches!(seen.status, Some(408 | 429 | 500 | 502 | 503 | 504)) {
-        return Failure::Again { detail: words(error, seen), after: seen.retry_after };
+        return Failure::Again { detail: words(error, seen), cause: cause(seen.status, code), after: seen.retry_after };
     }
     Failure::Final(final_error(doing, error, seen, code))
+}
+
+fn cause(status: Option<u16>, code: &str) -> Cause {
+    match status {
+        Some(429 | 503) => Cause::Throttled,
+        _ if THROTTLED.contains(&code) => Cause::Throttled,
+        Some(409) => Cause::Other,
+        _ => Cause::Server,
+    }
+}
+
+/// Whether newer keys may be accepted.
+pub(crate) fn is_expired(seen: &Seen) -> bool {
+    seen.code.as_deref().is_some_and(|code| EXPIRED.contains(&code))
+}
+
+/// Whether the store found our clock wrong.
+pub(crate) fn is_skewed(seen: &Seen) -> bool {
+    seen.code.as_deref() == Some("RequestTimeTooSkewed")
 }
 
 fn final_error(doing: Doing<'_>, error: &object_store::Error, seen: &Seen, code: &str) -> Error {
@@ -65,6 +94,7 @@ fn final_error(doing: Doing<'_>, error: &object_store::Error, seen: &Seen, code:
     }
     match seen.status {
         Some(301 | 307 | 400) if seen.bucket_region.is_some() => wrong_region(object, seen),
+        Some(401 | 403) if is_skewed(seen) => Error::PermissionDenied { object, detail: clocks(&detail, seen) },
         Some(401 | 403) => Error::PermissionDenied { object, detail },
         // Stores differ in the status for credentials they cannot use.
         Some(400) if is_about_credentials(code) => Error::PermissionDenied { object, detail },
@@ -97,7 +127,14 @@ fn wrong_region(object: String, seen: &Seen) -> Error {
 }
 
 fn is_about_credentials(code: &str) -> bool {
-    matches!(code, "ExpiredToken" | "InvalidToken" | "TokenRefreshRequired" | "AuthorizationHeaderMalformed")
+    EXPIRED.contains(&code) || matches!(code, "InvalidToken" | "AuthorizationHeaderMalformed")
+}
+
+/// What a skewed clock comes from is found by comparing the two.
+fn clocks(detail: &str, seen: &Seen) -> String {
+    let store = seen.date.map_or("another time".to_owned(), |(store, _)| httpdate::fmt_http_date(store));
+    let here = httpdate::fmt_http_date(seen.date.map_or_else(SystemTime::now, |(_, here)| here));
+    format!("{detail}; the clock of this machine says {here}, the store's {store}")
 }
 
 /// The store's own words where it has any. Of the answer only code and message are quoted: other elements
@@ -138,7 +175,7 @@ mod tests {
     fn each_refusal_has_its_own_error() {
         let named = |status, code| match judge(status, code) {
             Failure::Final(error) => error.to_string(),
-            Failure::Again { .. } => "again".to_owned(),
+            Failure::Again { .. } | Failure::Corrected(_) => "again".to_owned(),
         };
         assert_eq!(named(404, "NoSuchBucket"), "s3://b/k does not exist: the bucket does not exist");
         assert_eq!(named(404, "NoSuchKey"), "s3://b/k does not exist");
@@ -168,6 +205,35 @@ mod tests {
         assert!(matches!(failure(DOING, &error, &seen), Failure::Again { detail, .. } if detail == "connection reset"));
         let seen = Seen { status: Some(503), retry_after: Some(Duration::from_secs(2)), ..Seen::default() };
         assert!(matches!(failure(DOING, &error, &seen), Failure::Again { after: Some(_), .. }));
+    }
+
+    #[test]
+    fn only_what_the_load_causes_counts_as_a_complaint() {
+        let cause = |status, code| match judge(status, code) {
+            Failure::Again { cause, .. } => cause,
+            other => panic!("{other:?}"),
+        };
+        for (status, code) in [(503, "SlowDown"), (503, ""), (429, ""), (400, "ThrottlingException")] {
+            assert_eq!(cause(status, code), Cause::Throttled, "{status} {code}");
+        }
+        for (status, code) in [(500, "InternalError"), (502, ""), (504, ""), (400, "RequestTimeout")] {
+            assert_eq!(cause(status, code), Cause::Server, "{status} {code}");
+        }
+        assert_eq!(cause(409, "ConditionalRequestConflict"), Cause::Other);
+    }
+
+    #[test]
+    fn a_skewed_clock_is_named_with_both_times() {
+        let error = object_store::Error::Generic { store: "S3", source: "x".into() };
+        let (code, hour) = (Some("RequestTimeTooSkewed".to_owned()), Duration::from_secs(3600));
+        let date = Some((SystemTime::UNIX_EPOCH, SystemTime::UNIX_EPOCH + hour));
+        let Failure::Final(error) = failure(DOING, &error, &Seen { status: Some(403), code, date, ..Seen::default() })
+        else {
+            panic!("final")
+        };
+        let told = "RequestTimeTooSkewed; the clock of this machine says Thu, 01 Jan 1970 01:00:00 GMT, \
+                    the store's Thu, 01 Jan 1970 00:00:00 GMT";
+        assert_eq!(error.to_string(), format!("access to s3://b/k is denied: {told}"));
     }
 
     #[test]

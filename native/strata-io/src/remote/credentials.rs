@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
@@ -17,7 +18,7 @@ use aws_types::os_shim_internal::{Env, Fs};
 use aws_types::region::Region;
 use object_store::CredentialProvider;
 use object_store::aws::AwsCredential;
-use tokio::sync::{Mutex, OnceCell};
+use tokio::sync::Mutex;
 
 use super::http::chain;
 
@@ -29,8 +30,15 @@ const RENEW_BEFORE: Duration = Duration::from_secs(5 * 60);
 pub(crate) struct SdkChain {
     profile: Option<String>,
     region: String,
-    sources: OnceCell<DefaultCredentialsChain>,
-    kept: Mutex<Option<Kept>>,
+    found: Mutex<Found>,
+    /// How often keys that a store refused were replaced.
+    generation: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Found {
+    sources: Option<DefaultCredentialsChain>,
+    kept: Option<Kept>,
 }
 
 #[derive(Debug, Clone)]
@@ -42,32 +50,58 @@ struct Kept {
 impl SdkChain {
     /// A chain that asks nobody before the first request. `profile` beats `AWS_PROFILE`.
     pub(crate) fn new(profile: Option<String>, region: String) -> Self {
-        Self { profile, region, sources: OnceCell::new(), kept: Mutex::new(None) }
+        Self { profile, region, found: Mutex::default(), generation: AtomicU64::new(0) }
     }
 
-    async fn sources(&self) -> &DefaultCredentialsChain {
-        self.sources
-            .get_or_init(|| async {
-                let http = aws_smithy_http_client::Builder::new()
-                    .tls_provider(tls::Provider::Rustls(tls::rustls_provider::CryptoMode::Ring))
-                    .build_https();
-                let region = Region::new(self.region.clone());
-                let config = ProviderConfig::without_region().with_region(Some(region.clone())).with_http_client(http);
-                let mut builder = DefaultCredentialsChain::builder().configure(config).region(region);
-                if let Some(profile) = &self.profile {
-                    builder = builder.profile_name(profile);
-                }
-                builder.build().await
-            })
-            .await
+    /// Which keys are in use, for [`SdkChain::renewed_after`].
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Relaxed)
     }
 
-    async fn renew(&self) -> object_store::Result<Kept> {
-        let found =
-            self.sources().await.provide_credentials().await.map_err(|error| object_store::Error::Unauthenticated {
-                path: "credentials".to_owned(),
-                source: format!("no usable AWS credentials: {}", chain(&error)).into(),
-            })?;
+    /// A store has refused keys of this generation as expired, whatever they said themselves: whether there are others.
+    pub(crate) async fn renewed_after(&self, generation: u64) -> bool {
+        // Held while renewing, so that of many refused requests one asks.
+        let mut found = self.found.lock().await;
+        if self.generation() != generation {
+            return true;
+        }
+        // The sources remember the files they have read.
+        found.sources = None;
+        let renewed = match self.ask(&mut found.sources).await {
+            Ok(renewed) => renewed,
+            Err(error) => {
+                tracing::warn!(error = chain(&error), "expired AWS credentials could not be renewed");
+                return false;
+            }
+        };
+        let is_new = found.kept.as_ref().is_none_or(|kept| kept.keys != renewed.keys);
+        found.kept = Some(renewed);
+        self.generation.fetch_add(u64::from(is_new), Ordering::Relaxed);
+        is_new
+    }
+
+    async fn sources(&self) -> DefaultCredentialsChain {
+        let http = aws_smithy_http_client::Builder::new()
+            .tls_provider(tls::Provider::Rustls(tls::rustls_provider::CryptoMode::Ring))
+            .build_https();
+        let region = Region::new(self.region.clone());
+        let config = ProviderConfig::without_region().with_region(Some(region.clone())).with_http_client(http);
+        let mut builder = DefaultCredentialsChain::builder().configure(config).region(region);
+        if let Some(profile) = &self.profile {
+            builder = builder.profile_name(profile);
+        }
+        builder.build().await
+    }
+
+    async fn ask(&self, sources: &mut Option<DefaultCredentialsChain>) -> object_store::Result<Kept> {
+        let sources = match sources {
+            Some(sources) => sources,
+            None => sources.insert(self.sources().await),
+        };
+        let found = sources.provide_credentials().await.map_err(|error| object_store::Error::Unauthenticated {
+            path: "credentials".to_owned(),
+            source: format!("no usable AWS credentials: {}", chain(&error)).into(),
+        })?;
         let keys = AwsCredential {
             key_id: found.access_key_id().to_owned(),
             secret_key: found.secret_access_key().to_owned(),
@@ -83,11 +117,12 @@ impl CredentialProvider for SdkChain {
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
         // Held while renewing, so that of many waiting requests one asks.
-        let mut kept = self.kept.lock().await;
+        let mut found = self.found.lock().await;
+        let Found { sources, kept } = &mut *found;
         if let Some(kept) = kept.as_ref().filter(|kept| is_valid_for(kept.expires_at, RENEW_BEFORE)) {
             return Ok(kept.keys.clone());
         }
-        match (self.renew().await, kept.as_ref()) {
+        match (self.ask(sources).await, kept.as_ref()) {
             (Ok(renewed), _) => Ok(kept.insert(renewed).keys.clone()),
             (Err(error), Some(old)) if is_valid_for(old.expires_at, Duration::ZERO) => {
                 tracing::warn!(error = chain(&error), "AWS credentials could not be renewed; the old ones still hold");

@@ -1,24 +1,34 @@
 //! Reading a range straight into the memory it is for, whatever happens to the connection.
 //!
-//! A body that breaks off is resumed at the exact byte, and only from the same version of the object. Digests are
-//! taken of what has just been copied, while it is in cache, and go on where a resumed body does.
+//! A body that breaks off is resumed at the exact byte, and only from the same version of the object. A body that is
+//! slow to come, by what others of the store took, is asked for once more from where it stands; the first to bring a byte
+//! goes on. One task copies for both, so each byte of the memory is written once, and in order. Digests are taken of what
+//! has just been copied, while it is in cache, and go on where a resumed body does.
 
 use std::ops::Range;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use futures::StreamExt;
 use object_store::path::Path;
-use object_store::{GetOptions, GetRange};
+use tokio::time::Instant;
 
 use super::answer::{Doing, wrong_length};
+use super::body::{Body, Got, Head};
+use super::http::Call;
 use super::{Headers, Remote, names};
 use crate::digest::{DigestKind, RunningDigest};
+use crate::gate::{Pass, Tally};
 use crate::lent::LentMut;
-use crate::retry::{Failure, Retry};
+use crate::retry::Failure;
 use crate::{Error, Result};
 
 /// Most bytes that are reserved ahead on a store's word for an object's size.
 const RESERVE_BYTES: u64 = 64 << 20;
+
+/// How often a slow read looks whether a second request may be made.
+const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
 /// Copied and digested at a time: with its source it fits into a second-level cache.
 const STRIDE_BYTES: usize = 256 << 10;
@@ -137,10 +147,10 @@ impl Read {
     async fn run(&mut self, remote: &Remote) -> Result<()> {
         let object = self.object.clone();
         let doing = Doing { operation: "read", object: &object };
-        let mut retry = Retry::start(remote.policy(), doing.operation, doing.object);
+        let mut retry = remote.tries(doing.operation, doing.object);
         loop {
             let before = self.at;
-            let ended = retry.attempt(&remote.slots, self.run_once(remote, doing)).await;
+            let ended = retry.attempt(self.run_once(remote, doing)).await;
             if self.at > before {
                 retry.progressed();
             }
@@ -156,8 +166,7 @@ impl Read {
             return Ok(());
         }
         let (range, resumed) = (self.at..self.end.unwrap_or(u64::MAX), self.e_tag.is_some());
-        match remote.request(doing, Headers::new(), self.stream(remote)).await {
-            Ok(streamed) => streamed.map_err(Failure::Final),
+        match self.stream(remote, doing).await {
             Err(Failure::Final(Error::AlreadyExists { object })) if resumed => Err(Failure::Final(changed(object))),
             Err(Failure::Final(Error::Io { operation, object, errno, detail })) if range.end != u64::MAX => {
                 Err(Failure::Final(match self.too_short(remote, range).await {
@@ -165,40 +174,107 @@ impl Read {
                     None => Error::Io { operation, object, errno, detail },
                 }))
             }
-            Err(failure) => Err(failure),
+            ended => ended,
         }
     }
 
-    /// Streams the rest into the sink. The outer result is the request's, the inner one what its bytes mean.
-    async fn stream(&mut self, remote: &Remote) -> object_store::Result<Result<()>> {
-        let range = self.end.map(|end| GetRange::Bounded(self.at..end));
-        // A weak tag never matches a condition (RFC 9110, 13.1.1); it is still compared below.
-        let if_match = self.e_tag.clone().filter(|tag| !tag.starts_with("W/"));
-        let options = GetOptions { range, if_match, ..GetOptions::default() };
-        let answer = remote.bucket.objects.get_opts(&self.key, options).await?;
-        if self.e_tag.is_some() && answer.meta.e_tag != self.e_tag {
-            return Ok(Err(changed(self.object.clone())));
+    /// Streams the rest into the sink, from one request or two.
+    async fn stream(&mut self, remote: &Remote, doing: Doing<'_>) -> Result<(), Failure> {
+        let (began_at, start) = (Instant::now(), self.at);
+        let patience = self.end.and_then(|end| remote.reads().patience(end - start));
+        let mut slow = pin!(tokio::time::sleep(patience.unwrap_or(Duration::MAX)));
+        let mut first = Body::ask(remote, &self.key, self.at..self.end.unwrap_or(u64::MAX), self.e_tag.clone());
+        let mut second: Option<(Body, Pass<'_>)> = None;
+        let (mut head_at, mut is_hedged) = (None, false);
+        loop {
+            tokio::select! {
+                biased;
+                got = first.next() => match self.take(&mut first, got) {
+                    Ok(true) => break,
+                    Ok(false) => head_at = head_at.or_else(|| Some(Instant::now())),
+                    Err(refused) => match second.take() {
+                        // The other one goes on alone.
+                        Some((body, _)) => first = body,
+                        None => return Err(refused.failure(remote, doing, first.sent()).await),
+                    },
+                },
+                got = next_of(&mut second) => {
+                    let (mut body, pass) = second.take().expect("it has brought something");
+                    let before = self.at;
+                    match self.take(&mut body, got) {
+                        Ok(true) => break,
+                        // It is ahead now.
+                        Ok(false) if self.at > before => first = body,
+                        Ok(false) => second = Some((body, pass)),
+                        Err(refused) => {
+                            let (load, after) = refused.failure(remote, doing, body.sent()).await.load();
+                            pass.ended(load, after);
+                        }
+                    }
+                }
+                () = slow.as_mut(), if !is_hedged => {
+                    second = self.hedge(remote, head_at.is_some());
+                    is_hedged = second.is_some();
+                    slow.as_mut().reset(Instant::now() + LOOK_AGAIN);
+                }
+            }
         }
-        self.e_tag = answer.meta.e_tag.clone();
-        let end = *self.end.get_or_insert(answer.meta.size);
-        if answer.range != (self.at..end) {
-            return Ok(Err(past_end(&self.object, self.at..end, answer.meta.size)));
+        let head_at = head_at.unwrap_or_else(Instant::now);
+        remote.reads().ended(head_at - began_at, head_at.elapsed(), self.at - start);
+        Ok(())
+    }
+
+    /// A second request for what is missing, if the store can bear it and says which version it sends.
+    fn hedge<'a>(&self, remote: &'a Remote, is_answered: bool) -> Option<(Body, Pass<'a>)> {
+        // Without a strong tag two answers may be of two versions (RFC 9110, 8.8.1).
+        if is_answered && !self.e_tag.as_deref().is_some_and(is_strong) {
+            return None;
         }
+        let pass = remote.lanes.try_enter()?;
+        if !remote.reads().pay() {
+            return None;
+        }
+        Tally::add(&remote.lanes.tally.hedged);
+        tracing::info!(object = self.object, at = self.at, "a read is slow: asking a second time");
+        Some((Body::ask(remote, &self.key, self.at..self.end?, self.e_tag.clone()), pass))
+    }
+
+    /// Takes what `body` brought; whether that was the end.
+    fn take(&mut self, body: &mut Body, got: Got) -> Result<bool, Refused> {
+        match got {
+            Got::Head(head) => self.begin(body, head).map(|()| false),
+            Got::Bytes(bytes) => {
+                let end = self.end.expect("known from the head");
+                if bytes.len() as u64 > end - body.at {
+                    return Err(Refused::Is(wrong_length(&self.object, end - body.at, bytes.len() as u64)));
+                }
+                // What the other one has brought already is not written again.
+                let known = (self.at - body.at).min(bytes.len() as u64);
+                self.sink.put(&bytes[known as usize..]);
+                body.at += bytes.len() as u64;
+                self.at = self.at.max(body.at);
+                Ok(false)
+            }
+            Got::End if self.end == Some(self.at) => Ok(true),
+            Got::End => Err(Refused::Is(past_end(&self.object, self.at..self.end.unwrap_or(self.at), self.at))),
+            Got::Failed(error) => Err(Refused::By(error)),
+        }
+    }
+
+    /// Checks the head of an answer against what is wanted and what other answers said.
+    fn begin(&mut self, body: &Body, head: Head) -> Result<(), Refused> {
+        if self.e_tag.is_some() && head.e_tag != self.e_tag {
+            return Err(Refused::Is(changed(self.object.clone())));
+        }
+        let end = self.end.unwrap_or(head.size);
+        if head.range != (body.at..end) {
+            return Err(Refused::Is(past_end(&self.object, body.at..end, head.size)));
+        }
+        (self.e_tag, self.end) = (head.e_tag, Some(end));
         if let Sink::Collected(all) = &mut self.sink {
             all.reserve((end - self.at).min(RESERVE_BYTES) as usize);
         }
-        let mut body = answer.into_stream();
-        while let Some(bytes) = body.next().await.transpose()? {
-            if bytes.len() as u64 > end - self.at {
-                return Ok(Err(wrong_length(&self.object, end - self.at, bytes.len() as u64)));
-            }
-            self.sink.put(&bytes);
-            self.at += bytes.len() as u64;
-        }
-        if self.at < end {
-            return Ok(Err(past_end(&self.object, self.at..end, self.at)));
-        }
-        Ok(Ok(()))
+        Ok(())
     }
 
     /// Stores differ in how they refuse a range past the end; the size tells.
@@ -208,6 +284,36 @@ impl Read {
         let meta = remote.request(doing, Headers::new(), head).await.ok()?;
         (meta.size < range.end).then(|| past_end(&self.object, range, meta.size))
     }
+}
+
+/// Why an answer is of no use.
+enum Refused {
+    /// For what it says.
+    Is(Error),
+    /// It failed.
+    By(object_store::Error),
+}
+
+impl Refused {
+    async fn failure(self, remote: &Remote, doing: Doing<'_>, (call, generation): (Arc<Call>, u64)) -> Failure {
+        match self {
+            Self::Is(error) => Failure::Final(error),
+            Self::By(error) => remote.failure(doing, &error, &call, generation).await,
+        }
+    }
+}
+
+/// What a second request brings next; never, if there is none.
+async fn next_of(second: &mut Option<(Body, Pass<'_>)>) -> Got {
+    match second {
+        Some((body, _)) => body.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Whether equal tags mean equal bytes.
+fn is_strong(e_tag: &str) -> bool {
+    !e_tag.starts_with("W/")
 }
 
 fn past_end(object: &str, range: Range<u64>, size: u64) -> Error {

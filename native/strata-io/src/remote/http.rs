@@ -2,15 +2,15 @@
 //!
 //! Three things happen that the `object_store` crate leaves out. A request can carry headers which its
 //! interface has no place for (our checksums), and is then signed again. What came back is noted where the
-//! retry layer finds it: status, error code, `Retry-After`. And a transfer in which no byte moves is ended:
-//! a limit on the whole body would kill large transfers on slow links, so only progress counts.
+//! retry layer finds it: status, error code, `Retry-After`. And a transfer in which no byte moves, or hardly any, is
+//! ended: a limit on the whole body would kill large transfers on slow links, so only progress counts.
 
 use std::error::Error as StdError;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -19,12 +19,14 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Limited};
 use object_store::ClientOptions;
-use object_store::aws::{AwsAuthorizer, AwsCredentialProvider};
+use object_store::aws::AwsCredentialProvider;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody, HttpResponse, HttpResponseBody,
     HttpService,
 };
 use tokio::time::{Instant, Sleep};
+
+use super::signing::{Clock, sign};
 
 tokio::task_local! {
     /// The call in whose name this task sends requests.
@@ -38,6 +40,10 @@ const ERROR_BODY_BYTES: usize = 64 << 10;
 /// part is sent. Pieces of 4 MiB measured no faster
 /// (examples/s3_throughput.rs).
 const PIECE_BYTES: usize = 1 << 20;
+
+/// A body that brings less than this, in bytes a second, while it is waited for is as good as stalled: a connection that
+/// still works is some thousand times faster.
+const SLOWEST_BYTES_PER_S: f64 = 1024.0;
 
 /// What one request carries besides what the crate sends, and what was seen of its answer.
 #[derive(Debug, Default)]
@@ -63,6 +69,10 @@ pub(crate) struct Seen {
     pub(crate) bucket_region: Option<String>,
     /// How the connection failed: no answer, or a body that broke off.
     pub(crate) transport: Option<String>,
+    /// Whether it failed because too few bytes moved.
+    pub(crate) stalled: bool,
+    /// When the answer was sent, by the clocks of the store and of this machine.
+    pub(crate) date: Option<(SystemTime, SystemTime)>,
 }
 
 impl Call {
@@ -89,7 +99,7 @@ impl Call {
 /// Makes the HTTP clients of a store.
 #[derive(Debug, Clone)]
 pub(crate) struct Connector {
-    /// Signs requests that carry additional headers; `None` where none ever does.
+    /// Signs requests that carry additional headers, or another time; `None` where none ever does.
     pub(crate) signer: Option<Signer>,
     /// Whether a proxy from the environment may be used: never for an endpoint on this machine.
     pub(crate) proxy: bool,
@@ -104,8 +114,8 @@ pub(crate) struct Signer {
     pub(crate) credentials: AwsCredentialProvider,
     /// The region that is signed for.
     pub(crate) region: String,
-    /// Whether the requester pays.
-    pub(crate) request_payer: bool,
+    /// What time it is for the store.
+    pub(crate) clock: Clock,
 }
 
 impl HttpConnector for Connector {
@@ -126,13 +136,13 @@ struct Service {
 impl HttpService for Service {
     async fn call(&self, mut request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let call = CALL.try_with(Arc::clone).unwrap_or_default();
-        if !call.headers.is_empty() {
-            self.add_headers(&call, &mut request).await?;
-        }
+        self.complete(&call, &mut request).await?;
         let method = request.method().clone();
         let response = self.send(&call, request).await?;
         let (parts, body) = response.into_parts();
-        let body = Watched { body, call: call.clone(), stall: self.stall, sleep: None };
+        // While a store puts an object together it sends blanks, some bytes a minute: to a POST any byte is progress.
+        let slowest_bytes = if method == Method::POST { 1 } else { self.slowest_bytes() };
+        let body = Watched::new(body, call.clone(), self.stall, slowest_bytes);
         call.note(|seen| note_head(seen, parts.status, &parts.headers));
         // Of a batch of answers, as Azure gives to deletes, the crate reads each one.
         let batch = parts.headers.get(CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"multipart/"));
@@ -144,18 +154,22 @@ impl HttpService for Service {
 }
 
 impl Service {
-    async fn add_headers(&self, call: &Call, request: &mut HttpRequest) -> Result<(), HttpError> {
+    /// Fewer bytes than this within the time for a stall are one.
+    fn slowest_bytes(&self) -> u64 {
+        (SLOWEST_BYTES_PER_S * self.stall.as_secs_f64()).max(1.0) as u64
+    }
+
+    /// Adds the call's headers, and signs again where the crate's signature does not fit any more.
+    async fn complete(&self, call: &Call, request: &mut HttpRequest) -> Result<(), HttpError> {
         for (name, value) in &call.headers {
             request.headers_mut().insert(name, value.clone());
         }
-        let Some(signer) = &self.signer else { return Ok(()) };
+        let is_outdated = |signer: &&Signer| !call.headers.is_empty() || signer.clock.is_corrected();
+        let Some(signer) = self.signer.as_ref().filter(is_outdated) else { return Ok(()) };
         let refused = |error| HttpError::new(HttpErrorKind::Unknown, error);
         let credentials = signer.credentials.get_credential().await.map_err(refused)?;
-        AwsAuthorizer::new(&credentials, "s3", &signer.region)
-            .with_sign_payload(false)
-            .with_request_payer(signer.request_payer)
-            .try_authorize(request, None)
-            .map_err(refused)
+        sign(request, &credentials, &signer.region, signer.clock.now())
+            .map_err(|error| HttpError::new(HttpErrorKind::Unknown, Unsigned(error)))
     }
 
     /// Sends `request` and waits for the head of the answer, as long as bytes move.
@@ -183,7 +197,7 @@ impl Service {
                 Err(_) => {
                     let sent_now = sent.load(Ordering::Relaxed);
                     if sent_now == sent_before {
-                        return Err(broken(call, HttpErrorKind::Timeout, Stalled { stall: self.stall }));
+                        return Err(stalled(call, self.stall));
                     }
                     sent_before = sent_now;
                 }
@@ -228,6 +242,7 @@ fn note_head(seen: &mut Seen, status: StatusCode, headers: &HeaderMap) {
         bucket_region: text("x-amz-bucket-region").map(str::to_owned),
         // Azure repeats the code in a header, the only place when a HEAD fails.
         code: text("x-ms-error-code").map(str::to_owned),
+        date: text("date").and_then(|date| httpdate::parse_http_date(date).ok()).map(|date| (date, SystemTime::now())),
         ..Seen::default()
     };
 }
@@ -242,6 +257,11 @@ fn element(xml: &str, name: &str) -> Option<String> {
 fn broken(call: &Call, kind: HttpErrorKind, error: impl StdError + Send + Sync + 'static) -> HttpError {
     call.note(|seen| seen.transport = Some(chain(&error)));
     HttpError::new(kind, error)
+}
+
+fn stalled(call: &Call, stall: Duration) -> HttpError {
+    call.note(|seen| seen.stalled = true);
+    broken(call, HttpErrorKind::Timeout, Stalled { stall })
 }
 
 /// An error with its causes, each said once.
@@ -259,7 +279,7 @@ pub(crate) fn chain(error: &dyn StdError) -> String {
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("no byte moved for {stall:?}")]
+#[error("no byte, or hardly any, moved for {stall:?}")]
 struct Stalled {
     stall: Duration,
 }
@@ -271,6 +291,10 @@ struct Cut(Box<dyn StdError + Send + Sync>);
 #[derive(Debug, thiserror::Error)]
 #[error("unusable URL: {0}")]
 struct Unusable(url::ParseError);
+
+#[derive(Debug, thiserror::Error)]
+#[error("the request cannot be signed: {0}")]
+struct Unsigned(Box<dyn StdError + Send + Sync>);
 
 /// A request body that counts the bytes taken by the socket.
 struct Counted {
@@ -306,13 +330,25 @@ impl Body for Counted {
     }
 }
 
-/// An answer's body that fails when no byte comes for `stall`.
+/// An answer's body that fails when no byte comes for `stall`, or fewer than `slowest_bytes` in such a time.
 #[derive(Debug)]
 struct Watched {
     body: reqwest::Body,
     call: Arc<Call>,
     stall: Duration,
-    sleep: Option<Pin<Box<Sleep>>>,
+    slowest_bytes: u64,
+    /// Armed when something is first waited for; set on only when it rings, for a timer for each frame costs more than
+    /// the copy.
+    alarm: Option<Pin<Box<Sleep>>>,
+    /// Since the alarm was set.
+    received: u64,
+    last_at: Instant,
+}
+
+impl Watched {
+    fn new(body: reqwest::Body, call: Arc<Call>, stall: Duration, slowest_bytes: u64) -> Self {
+        Self { body, call, stall, slowest_bytes, alarm: None, received: 0, last_at: Instant::now() }
+    }
 }
 
 impl Body for Watched {
@@ -322,15 +358,23 @@ impl Body for Watched {
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, HttpError>>> {
         let this = &mut *self;
         if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(cx) {
-            // Armed anew only when the next poll finds nothing: a timer for each frame costs more than the copy.
-            this.sleep = None;
+            if let Some(Ok(bytes)) = frame.as_ref().map(|frame| frame.as_ref().map(|frame| frame.data_ref())) {
+                this.received += bytes.map_or(0, |bytes| bytes.len() as u64);
+                this.last_at = Instant::now();
+            }
             let cut = |error: reqwest::Error| broken(&this.call, HttpErrorKind::Interrupted, error.without_url());
             return Poll::Ready(frame.map(|frame| frame.map_err(cut)));
         }
-        let stall = this.stall;
-        let sleep = this.sleep.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + stall)));
-        ready!(sleep.as_mut().poll(cx));
-        Poll::Ready(Some(Err(broken(&this.call, HttpErrorKind::Timeout, Stalled { stall }))))
+        let (stall, last_at) = (this.stall, this.last_at);
+        let alarm = this.alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(last_at + stall)));
+        loop {
+            ready!(alarm.as_mut().poll(cx));
+            if this.received < this.slowest_bytes || last_at + stall <= Instant::now() {
+                return Poll::Ready(Some(Err(stalled(&this.call, stall))));
+            }
+            this.received = 0;
+            alarm.as_mut().reset(last_at + stall);
+        }
     }
 
     fn is_end_stream(&self) -> bool {

@@ -13,6 +13,7 @@ use object_store::{ClientConfigKey, RetryConfig, StaticCredentialProvider};
 use super::credentials::{SdkChain, profile_settings};
 use super::http::{Connector, Signer, chain};
 use super::options::{self, CredentialSource, S3Settings};
+use super::signing::{Clock, Signing};
 use super::{Abilities, Bucket, RemoteStore};
 use crate::schedule::PartLimits;
 use crate::{Error, IoConfig, Result};
@@ -74,14 +75,22 @@ fn s3(bucket: &str, options: &Options) -> Result<Bucket> {
         builder = builder.with_config(*key, value);
     }
     let mut connector = Connector { signer: None, proxy: proxied(endpoint.as_deref()), stall: settings.stall };
-    let credentials = credentials(&settings, &region, &builder, &connector)?;
-    let request_payer = settings.keys.get(&S3Key::RequestPayer).is_some_and(|payer| payer != "false");
-    let signed = settings.keys.get(&S3Key::SkipSignature).is_none_or(|skip| skip != "true");
-    connector.signer = signed.then(|| Signer { credentials: credentials.clone(), region, request_payer });
+    let is_on = |key: S3Key| settings.keys.get(&key).is_some_and(|on| on == "true");
+    let chain = (settings.source == CredentialSource::Sdk)
+        .then(|| Arc::new(SdkChain::new(settings.profile.clone(), region.clone())));
+    let credentials = match &chain {
+        Some(chain) => chain.clone(),
+        None => credentials(&settings, &builder, &connector)?,
+    };
+    let clock = Clock::default();
+    let signer = Signer { credentials: credentials.clone(), region, clock: clock.clone() };
+    connector.signer = (!is_on(S3Key::SkipSignature)).then_some(signer);
+    // A session of S3 Express signs with other keys than the ones we would sign again with.
+    let clock = (connector.signer.is_some() && !is_on(S3Key::S3Express)).then_some(clock);
     let store = builder.with_credentials(credentials).with_http_connector(connector).build().map_err(unusable)?;
     let identity = format!("s3://{bucket} at {}", endpoint.unwrap_or_default());
     let abilities = Abilities { limits: PartLimits::S3, crc32: settings.crc32, upload_metadata: true };
-    Ok(both(store, identity, abilities))
+    Ok(Bucket { signing: Signing { chain, clock }, ..both(Arc::new(store), identity, abilities) })
 }
 
 fn endpoint(settings: &S3Settings) -> Option<&String> {
@@ -113,28 +122,23 @@ fn complete(settings: &mut S3Settings) -> Result<String> {
     Ok(region)
 }
 
+/// Keys that are given, or those of a source that options name.
 fn credentials(
     settings: &S3Settings,
-    region: &str,
     builder: &AmazonS3Builder,
     connector: &Connector,
 ) -> Result<AwsCredentialProvider> {
     let key = |key: S3Key| settings.keys.get(&key).cloned();
-    Ok(match settings.source {
-        CredentialSource::Keys => {
-            let missing = || Error::Config("access_key_id is given without secret_access_key".to_owned());
-            Arc::new(StaticCredentialProvider::new(AwsCredential {
-                key_id: key(S3Key::AccessKeyId).ok_or_else(missing)?,
-                secret_key: key(S3Key::SecretAccessKey).ok_or_else(missing)?,
-                token: key(S3Key::Token),
-            }))
-        }
-        CredentialSource::Options => {
-            let store = builder.clone().with_http_connector(connector.clone()).build().map_err(unusable)?;
-            store.credentials().clone()
-        }
-        CredentialSource::Sdk => Arc::new(SdkChain::new(settings.profile.clone(), region.to_owned())),
-    })
+    if settings.source == CredentialSource::Options {
+        let store = builder.clone().with_http_connector(connector.clone()).build().map_err(unusable)?;
+        return Ok(store.credentials().clone());
+    }
+    let missing = || Error::Config("access_key_id is given without secret_access_key".to_owned());
+    Ok(Arc::new(StaticCredentialProvider::new(AwsCredential {
+        key_id: key(S3Key::AccessKeyId).ok_or_else(missing)?,
+        secret_key: key(S3Key::SecretAccessKey).ok_or_else(missing)?,
+        token: key(S3Key::Token),
+    })))
 }
 
 fn google(bucket: &str, options: &Options) -> Result<Bucket> {
@@ -147,7 +151,7 @@ fn google(bucket: &str, options: &Options) -> Result<Bucket> {
     let connector = Connector { signer: None, proxy: proxied(endpoint.as_deref()), stall };
     let store = builder.with_http_connector(connector).build().map_err(unusable)?;
     let identity = format!("gs://{bucket} at {}", endpoint.unwrap_or_default());
-    Ok(both(store, identity, Abilities { limits: PartLimits::S3, crc32: false, upload_metadata: true }))
+    Ok(both(Arc::new(store), identity, Abilities { limits: PartLimits::S3, crc32: false, upload_metadata: true }))
 }
 
 fn azure(url: &str, options: &Options) -> Result<Bucket> {
@@ -162,7 +166,7 @@ fn azure(url: &str, options: &Options) -> Result<Bucket> {
     let store = builder.with_http_connector(connector).build().map_err(unusable)?;
     let identity = format!("{store} at {}", endpoint.unwrap_or_default());
     // Its blocks have no id to abort by, and expire after a week.
-    Ok(both(store, identity, Abilities { limits: AZURE_LIMITS, crc32: false, upload_metadata: false }))
+    Ok(both(Arc::new(store), identity, Abilities { limits: AZURE_LIMITS, crc32: false, upload_metadata: false }))
 }
 
 fn web(scheme: &str, host: &str, options: &Options) -> Result<Bucket> {
@@ -177,7 +181,7 @@ fn web(scheme: &str, host: &str, options: &Options) -> Result<Bucket> {
     }
     let store = builder.with_http_connector(connector).build().map_err(unusable)?;
     let abilities = Abilities { limits: PartLimits::S3, crc32: false, upload_metadata: false };
-    Ok(Bucket { objects: Arc::new(store), parts: None, identity: url, abilities })
+    Ok(Bucket { objects: Arc::new(store), parts: None, identity: url, abilities, signing: Signing::default() })
 }
 
 fn memory(name: &str, options: &Options) -> Result<Bucket> {
@@ -186,15 +190,14 @@ fn memory(name: &str, options: &Options) -> Result<Bucket> {
     }
     let store = crate::memory::named(name);
     let abilities = Abilities { limits: MEMORY_LIMITS, crc32: false, upload_metadata: true };
-    Ok(Bucket { objects: store.clone(), parts: Some(store), identity: format!("memory://{name}"), abilities })
+    Ok(both(store, format!("memory://{name}"), abilities))
 }
 
-fn both<S>(store: S, identity: String, abilities: Abilities) -> Bucket
+fn both<S>(store: Arc<S>, identity: String, abilities: Abilities) -> Bucket
 where
     S: object_store::ObjectStore + object_store::multipart::MultipartStore,
 {
-    let store = Arc::new(store);
-    Bucket { objects: store.clone(), parts: Some(store), identity, abilities }
+    Bucket { objects: store.clone(), parts: Some(store), identity, abilities, signing: Signing::default() }
 }
 
 fn no_retries() -> RetryConfig {

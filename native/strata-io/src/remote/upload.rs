@@ -15,7 +15,6 @@ use tokio::runtime::Handle;
 use super::answer::{Doing, wrong_length};
 use super::{Headers, Remote, journal, names};
 use crate::digest::crc32_combine;
-use crate::retry::Retry;
 use crate::{Error, ObjectWriter, Part, Result};
 
 /// Metadata of an object by which its own upload is recognised.
@@ -186,11 +185,11 @@ impl Upload {
             headers.push(FULL_OBJECT);
         }
         let doing = Doing { operation: "complete", object: &self.object };
-        let mut retry = Retry::start(self.remote.policy(), doing.operation, doing.object);
+        let mut retry = self.remote.tries(doing.operation, doing.object);
         loop {
             let complete = self.parts.complete_multipart(&self.key, &self.id, ids.clone());
             let request = self.remote.request(doing, headers.clone(), complete);
-            let Err(failure) = retry.attempt(&self.remote.slots, request).await else {
+            let Err(failure) = retry.attempt(request).await else {
                 return Ok(());
             };
             if self.landed().await {

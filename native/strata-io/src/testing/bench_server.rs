@@ -3,9 +3,10 @@
 //! It speaks as much of S3 as uploads, ranged reads, listings and deletes need, trusts every signature, and
 //! lives on one thread for each connection. Large bodies are thrown away inside the kernel unless they are to
 //! be kept; then they go into memory that is used again once the object is gone, because fresh pages cost far
-//! more than the copy. A CRC-32 that comes with a kept body is checked. Never an example of a store: nothing is
-//! durable.
+//! more than the copy. A CRC-32 that comes with a kept body is checked. Faults can be asked for. Never an example of a
+//! store: nothing is durable.
 
+mod faults;
 mod objects;
 mod wire;
 
@@ -15,6 +16,8 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
+pub use faults::Trouble;
+use faults::{Fault, Faults, wait_for_the_end};
 use objects::{Body, Objects};
 use wire::{Head, Reply};
 
@@ -31,6 +34,7 @@ pub struct BenchServer {
 #[derive(Debug)]
 struct Shared {
     objects: Objects,
+    faults: Faults,
     requests: Mutex<BTreeMap<String, u64>>,
     stopped: AtomicBool,
 }
@@ -42,10 +46,19 @@ impl BenchServer {
     /// # Errors
     /// If no port can be had.
     pub fn start(keep: bool) -> io::Result<Self> {
+        Self::troubled(keep, Trouble::default())
+    }
+
+    /// As [`BenchServer::start`], with faults.
+    ///
+    /// # Errors
+    /// If no port can be had.
+    pub fn troubled(keep: bool, trouble: Trouble) -> io::Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0))?;
         let address = listener.local_addr()?;
         let shared = Arc::new(Shared {
             objects: Objects::new(keep),
+            faults: Faults::new(trouble),
             requests: Mutex::default(),
             stopped: AtomicBool::new(false),
         });
@@ -59,9 +72,19 @@ impl BenchServer {
         format!("http://{}", self.address)
     }
 
-    /// Number of requests by kind, such as `PUT part`.
+    /// Number of requests by kind, such as `PUT part`; those that failed are `fault` too or, if nothing was done, only.
     pub fn requests(&self) -> BTreeMap<String, u64> {
         self.shared.requests.lock().expect("no panic while held").clone()
+    }
+
+    /// Requests in flight while one is served, on average.
+    pub fn mean_in_flight(&self) -> f64 {
+        self.shared.faults.mean_in_flight()
+    }
+
+    /// From here on nothing goes wrong.
+    pub fn heal(&self) {
+        self.shared.faults.heal();
     }
 
     /// Ids of uploads that have begun and not ended.
@@ -101,10 +124,43 @@ fn serve(mut stream: TcpStream, shared: &Shared) -> io::Result<()> {
         if head.header("expect").is_some() {
             stream.write_all(b"HTTP/1.1 100 Continue\r\n\r\n")?;
         }
-        let reply = answer(&head, &mut stream, &mut buffered, shared)?;
-        wire::write_reply(&mut stream, &head, &reply)?;
+        let (_in_flight, fault) = shared.faults.enter(&head);
+        shared.faults.wait();
+        if fault.is_some() {
+            shared.count("fault");
+        }
+        let refusal = match fault {
+            Some(Fault::Reset) => return Ok(()),
+            Some(Fault::SlowDown) => Some(Reply::error(503, "SlowDown")),
+            Some(Fault::TimedOut) => Some(Reply::error(400, "RequestTimeout")),
+            _ => None,
+        };
+        let reply = match refusal {
+            Some(refusal) => {
+                // Read first: a connection closed over unread bytes is reset, and the answer lost.
+                drop(wire::read_body(&mut stream, &mut buffered, &head, &shared.objects)?);
+                refusal
+            }
+            None => answer(&head, &mut stream, &mut buffered, shared)?,
+        };
+        match fault {
+            Some(Fault::Lost) => return Ok(()),
+            Some(Fault::Error) => wire::write_reply(&mut stream, &head, &Reply::error(500, "InternalError"))?,
+            Some(Fault::Cut) => return wire::write_half(&mut stream, &head, &reply),
+            Some(Fault::Stalled) => {
+                wire::write_half(&mut stream, &head, &reply)?;
+                return wait_for_the_end(&mut stream);
+            }
+            _ => wire::write_reply(&mut stream, &head, &reply)?,
+        }
     }
     Ok(())
+}
+
+impl Shared {
+    fn count(&self, kind: &str) {
+        *self.requests.lock().expect("no panic while held").entry(kind.to_owned()).or_default() += 1;
+    }
 }
 
 fn answer(head: &Head, stream: &mut TcpStream, buffered: &mut Vec<u8>, shared: &Shared) -> io::Result<Reply> {
@@ -115,9 +171,7 @@ fn answer(head: &Head, stream: &mut TcpStream, buffered: &mut Vec<u8>, shared: &
     };
     let query = |name: &str| head.query.get(name).map(String::as_str);
     let (upload, part) = (query("uploadId"), query("partNumber").and_then(|number| number.parse::<u32>().ok()));
-    let count = |kind: &str| {
-        *shared.requests.lock().expect("no panic while held").entry(kind.to_owned()).or_default() += 1;
-    };
+    let count = |kind: &str| shared.count(kind);
     let (bucket, key) = head.path.split_once('/').unwrap_or((&head.path, ""));
     let path = format!("{bucket}/{key}");
     Ok(match (head.method.as_str(), key.is_empty(), upload, part) {

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use crate::lent::LentMut;
-use crate::{ObjectInfo, ObjectWriter, Part, PutMode, Result, Store};
+use crate::{Counters, ObjectInfo, ObjectWriter, Part, PutMode, Result, Store};
 
 /// What kind of request; each method of [`Store`] and [`ObjectWriter`] is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -115,6 +115,10 @@ impl<H: Hook> Store for Hooked<H> {
 
     fn part_bytes(&self, object_bytes: u64) -> u64 {
         self.inner.part_bytes(object_bytes)
+    }
+
+    fn counters(&self) -> Counters {
+        self.inner.counters()
     }
 
     async fn put(&self, name: &str, bytes: Bytes, mode: PutMode) -> Result<()> {

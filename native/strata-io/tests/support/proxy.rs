@@ -3,6 +3,7 @@
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// What happens to a request.
 #[derive(Debug, Clone)]
@@ -19,6 +20,10 @@ pub enum Action {
     Cut(usize),
     /// The server's answer comes without its body, and nothing more.
     Stall,
+    /// The server's answer comes with so many bytes of its body, and the others after this time.
+    Late(usize, Duration),
+    /// The server's answer comes with a byte of its body every 50 ms.
+    Trickle,
     /// Nobody reads the request's body.
     Deaf,
 }
@@ -66,6 +71,15 @@ impl Proxy {
         let heads = self.heads.lock().unwrap();
         heads.iter().filter(|head| matches(head, method, target)).cloned().collect()
     }
+}
+
+/// The value of a header, or nothing.
+pub fn header(head: &str, name: &str) -> String {
+    let value = |line: &str| {
+        let (own, value) = line.split_once(':')?;
+        own.eq_ignore_ascii_case(name).then(|| value.trim().to_owned())
+    };
+    head.lines().find_map(value).unwrap_or_default()
 }
 
 /// A complete answer.
@@ -119,6 +133,19 @@ fn serve(mut client: TcpStream, server: SocketAddr, rules: &[Rule], heads: &Mute
                 client.write_all(answer_head.as_bytes())?;
                 return client.write_all(&answer[..bytes]);
             }
+            Some(Action::Late(bytes, wait)) => {
+                client.write_all(answer_head.as_bytes())?;
+                client.write_all(&answer[..bytes])?;
+                std::thread::sleep(wait);
+                client.write_all(&answer[bytes..])?;
+            }
+            Some(Action::Trickle) => {
+                client.write_all(answer_head.as_bytes())?;
+                for byte in answer {
+                    client.write_all(&[byte])?;
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+            }
             Some(Action::Stall) => {
                 client.write_all(answer_head.as_bytes())?;
                 return wait_for_the_end(&mut client);
@@ -151,7 +178,7 @@ fn length(head: &str) -> usize {
 fn wait_for_the_end(stream: &mut TcpStream) -> io::Result<()> {
     let mut byte = [0];
     loop {
-        std::thread::sleep(std::time::Duration::from_millis(20));
+        std::thread::sleep(Duration::from_millis(20));
         stream.set_nonblocking(true)?;
         match stream.peek(&mut byte) {
             Ok(0) => return Ok(()),

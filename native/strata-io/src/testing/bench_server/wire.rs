@@ -194,6 +194,23 @@ fn unframed(framed: &[u8]) -> Option<Vec<u8>> {
 
 /// Writes `reply`; to a HEAD, its head only.
 pub(super) fn write_reply(stream: &mut TcpStream, head: &Head, reply: &Reply) -> io::Result<()> {
+    write_head(stream, head, reply)?;
+    match &reply.content {
+        Some((body, range)) if head.method != "HEAD" => body.write(range.clone(), stream),
+        _ => Ok(()),
+    }
+}
+
+/// Writes the head of `reply` and the first half of the object's bytes.
+pub(super) fn write_half(stream: &mut TcpStream, head: &Head, reply: &Reply) -> io::Result<()> {
+    write_head(stream, head, reply)?;
+    match &reply.content {
+        Some((body, range)) => body.write(range.start..range.start.midpoint(range.end), stream),
+        _ => Ok(()),
+    }
+}
+
+fn write_head(stream: &mut TcpStream, head: &Head, reply: &Reply) -> io::Result<()> {
     let length = reply.content.as_ref().map_or(reply.text.len() as u64, |(_, range)| range.end - range.start);
     // A client on the AWS CRT overlooks the status of an answer without any header.
     let mut text = format!("HTTP/1.1 {} -\r\nserver: strata-bench-s3\r\n", reply.status);
@@ -207,11 +224,7 @@ pub(super) fn write_reply(stream: &mut TcpStream, head: &Head, reply: &Reply) ->
     if head.method != "HEAD" {
         text.push_str(&reply.text);
     }
-    stream.write_all(text.as_bytes())?;
-    match &reply.content {
-        Some((body, range)) if head.method != "HEAD" => body.write(range.clone(), stream),
-        _ => Ok(()),
-    }
+    stream.write_all(text.as_bytes())
 }
 
 #[cfg(test)]
