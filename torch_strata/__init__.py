@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_strata.checkpoint.install import install, uninstall
     from torch_strata.checkpoint.planner import StrataLoadPlanner
     from torch_strata.checkpoint.reader import ReadStats, StrataReader
     from torch_strata.checkpoint.verify import VerifyReport, verify
@@ -59,6 +60,8 @@ __all__ = [
     "StrataReader",
     "StrataWriter",
     "VerifyReport",
+    "install",
+    "uninstall",
     "verify",
 ]
 
@@ -70,6 +73,8 @@ _HOMES = {
     "StrataReader": "checkpoint.reader",
     "StrataWriter": "checkpoint.writer",
     "VerifyReport": "checkpoint.verify",
+    "install": "checkpoint.install",
+    "uninstall": "checkpoint.install",
     "verify": "checkpoint.verify",
 }
 
