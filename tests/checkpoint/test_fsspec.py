@@ -12,9 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FsspecReader, FsspecWriter
 
 from tests.support import REPOSITORY, run_python
-from tests.support.s3 import options
+from tests.support.s3 import gateway, options, refusal
+from torch_strata import StorageConfig
+from torch_strata.checkpoint import _fsspec
 from torch_strata.checkpoint._fsspec import S3FileSystem
-from torch_strata.errors import ConfigError
+from torch_strata.errors import ConfigError, StoragePermissionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:fsync not supported")
 
@@ -139,6 +141,23 @@ def test_folders_are_listed_as_a_trainer_looks_for_steps(bucket, files):
 def test_what_is_not_there_is_file_not_found(bucket, files, call):
     with pytest.raises(FileNotFoundError):
         getattr(files, call)(f"{bucket.name}/run/none")
+
+
+@pytest.mark.parametrize("call", ["exists", "isdir", "isfile", "find", "glob", "ls", "rm"])
+def test_a_store_that_refuses_is_not_taken_for_an_empty_one(bucket, monkeypatch, call):
+    monkeypatch.setattr(_fsspec, "_default", StorageConfig(max_tries=1))
+    with gateway(bucket.endpoint, lambda request, forward: refusal(403, "AccessDenied")) as endpoint:
+        files = S3FileSystem(**options(endpoint), skip_instance_cache=True)
+        path = f"{bucket.name}/run/step-*" if call == "glob" else f"{bucket.name}/run/step-1"
+        with pytest.raises(StoragePermissionError):
+            getattr(files, call)(path)
+
+
+def test_a_file_that_was_never_closed_is_not_written(bucket, files):
+    file = files.open(f"{bucket.name}/run/new", "wb")
+    file.write(b"half of it")
+    del file
+    assert "run/new" not in bucket.sizes()
 
 
 def test_a_folder_is_removed_with_all_that_is_in_it(bucket, files):

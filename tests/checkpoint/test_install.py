@@ -106,6 +106,15 @@ def test_the_context_ends_with_what_was_before(tmp_path):
     assert [is_ours(tmp_path / name) for name in ("inner", "outer", "after")] == [True, False, False]
 
 
+def test_uninstall_inside_a_context_is_final():
+    before = names_in_torch()
+    with torch_strata.install(), torch_strata.install():
+        torch_strata.uninstall()
+    assert names_in_torch() == before
+    torch_strata.install()
+    assert names_in_torch() != before
+
+
 def test_a_name_that_somebody_else_replaced_is_left_to_them(monkeypatch):
     torch_strata.install()
     ours = dcp.async_save

@@ -4,9 +4,10 @@ For what only knows fsspec: torch's FsspecWriter and FsspecReader, torchtitan's 
 is written appears whole when it is closed, or not at all. Imports no torch; for local files fsspec has its own.
 """
 
+import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
@@ -17,6 +18,8 @@ from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError, ObjectNotFoundError
 
 __all__ = ["PLAIN", "StrataFileSystem", "set_default_config"]
+
+_logger = logging.getLogger(__name__)
 
 # What is being written is kept in memory up to this size, then in a temporary file: the store wants to know an object's
 # size before its first part.
@@ -29,6 +32,12 @@ def set_default_config(config: StorageConfig | None) -> None:
     """Settings for every file system here that was made without any; None for those of the environment."""
     global _default
     _default = config
+
+
+def _only_missing(error: Exception) -> None:
+    """Leave out a folder that is not there, and nothing else: or a run would begin anew because a store was down."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 class StrataFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -76,6 +85,37 @@ class StrataFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
             found = [self.info(path)]
         return found if detail else [entry["name"] for entry in found]
 
+    def walk(
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        topdown: bool = True,
+        on_error: str | Callable[[Exception], None] = _only_missing,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Folders, and what is in them, as fsspec has it.
+
+        Raises:
+            StorageError: If a folder cannot be listed; one that is not there is left out.
+        """
+        yield from super().walk(path, maxdepth, topdown, on_error, **kwargs)
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """Whether a file or folder is there.
+
+        Raises:
+            StorageError: If the store cannot tell.
+        """
+        return self._kind(path) is not None
+
+    def isfile(self, path: str) -> bool:
+        """Whether a file is there; raises as `exists`."""
+        return self._kind(path) == "file"
+
+    def isdir(self, path: str) -> bool:
+        """Whether a folder is there; raises as `exists`."""
+        return self._kind(path) == "directory"
+
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
         """Nothing: folders come with their first file."""
 
@@ -101,6 +141,12 @@ class StrataFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         if mode not in kinds:
             raise ConfigError(f"{path}: expected the mode 'rb' or 'wb', found {mode!r}")
         return kinds[mode](self, path, mode, **kwargs)
+
+    def _kind(self, path: str) -> str | None:
+        try:
+            return self.info(path)["type"]  # type: ignore[no-any-return]
+        except FileNotFoundError:
+            return None
 
     def _entries(self, path: str) -> list[dict[str, Any]]:
         store, key = self._at(path)
@@ -138,13 +184,20 @@ class _ReadFile(AbstractBufferedFile):  # type: ignore[misc]
 class _WriteFile(AbstractBufferedFile):  # type: ignore[misc]
     """A file in the making; nothing is at the store before it is closed."""
 
+    # Where fsspec would close it, and what is half written would look like a whole file:
+
     def __exit__(self, *error: Any) -> None:
         if error[0] is None:
             self.close()
             return
-        # fsspec would close it, and what is half written would look like a whole file.
         self.discard()
         self.closed = True
+
+    def __del__(self) -> None:
+        if not self.closed and self.autocommit:
+            self.discard()
+            self.closed = True
+            _logger.warning("%s: not written, because it was never closed", self.path)
 
     def _initiate_upload(self) -> None:
         self._spool = tempfile.SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115  # closed by commit or discard

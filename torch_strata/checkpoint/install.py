@@ -68,9 +68,9 @@ def install(
     )
     route.reader("memory://settings")  # checks them; opens nothing
     with _lock:
-        before, _route = _route, route
-        if before is None:
+        if _route is None:
             _replace_names()
+        before, _route = _route, route
         _fsspec().set_default_config(route.config)
     return Installation(before)
 
@@ -99,10 +99,10 @@ class Installation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         global _route
-        if self._before is None:
-            uninstall()
-            return
         with _lock:
+            if self._before is None or _route is None:  # the latter if uninstall() was called inside
+                uninstall()
+                return
             _route = self._before
             _fsspec().set_default_config(_route.config)
 
@@ -302,9 +302,9 @@ PATCHES = (
 def _replace_names() -> None:
     # All modules are imported first: one that comes later would take what stands for its neighbour's names for torch's.
     owners = [patch.owner() for patch in PATCHES]
+    originals = [getattr(owner, name) for owner, name in owners]  # a torch that lacks one changes nothing
     made: dict[int, Any] = {}  # one replacement for one object, however many names it has
-    for patch, (owner, name) in zip(PATCHES, owners, strict=True):
-        original = getattr(owner, name)
+    for patch, (owner, name), original in zip(PATCHES, owners, originals, strict=True):
         replacement = made.setdefault(id(original), patch.make(original))
         setattr(owner, name, replacement)
         _replaced.append((owner, name, original, replacement))
