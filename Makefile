@@ -21,7 +21,7 @@ export STRATA_TEST_PYTHON := $(PYO3_PYTHON)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup setup-dev demo test test-long lint format bench wheel lock clean
+.PHONY: help setup setup-dev setup-peers demo test test-long lint format bench wheel lock clean
 
 help:
 	@echo "make setup      .venv with torch, the built package and the strata command"
@@ -29,6 +29,7 @@ help:
 	@echo "make test       everything that matters"
 	@echo "make test-long  sweeps, chaos, peers' libraries"
 	@echo "make lint       rustfmt, clippy, ruff, mypy, stubtest;  make format  rewrites what they can"
+	@echo "make setup-peers  .venv-peers: the trainers that test-long runs"
 	@echo "make bench      the table of benchmarks/README.md"
 	@echo "make wheel      an abi3 wheel in dist"
 	@echo "make lock       requirements/*.txt from pyproject.toml"
@@ -38,6 +39,8 @@ setup: $(NATIVE)
 
 setup-dev: setup .venv/.dev-stamp
 
+setup-peers: setup-dev .venv-peers/.stamp
+
 # On S3 the demo starts moto, which is among the test tools.
 demo: setup $(if $(STORAGE),setup-dev)
 	@$(PY) examples/demo.py $(if $(STORAGE),--storage $(STORAGE)) $(ARGS)
@@ -46,7 +49,7 @@ test: setup-dev
 	@cargo test --workspace --quiet $(CARGO_FLAGS)
 	@$(PY) -m pytest -q -m "not long" $(PYTEST_PARALLEL) $(PYTEST_ARGS)
 
-test-long: setup-dev
+test-long: setup-dev setup-peers
 	@$(PY) -m pytest -q -m long $(PYTEST_ARGS)
 
 lint: setup-dev
@@ -75,12 +78,13 @@ lock: setup
 	@$(PY) -m pip install --quiet uv
 	@$(call resolve,build) -o requirements/run.txt
 	@$(call resolve,build --group test) -o requirements/dev.txt
+	@$(call resolve,build --group test --group peers) --constraint requirements/dev.txt -o requirements/peers.txt
 
 resolve = $(PY) -m uv pip compile --quiet --universal --no-annotate --no-header --no-emit-find-links \
 	--python-version 3.11 pyproject.toml --group $(1)
 
 clean:
-	@rm -rf .venv target dist .pytest_cache .mypy_cache .ruff_cache $(NATIVE)
+	@rm -rf .venv .venv-peers target dist .pytest_cache .mypy_cache .ruff_cache $(NATIVE)
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What could be missing is asked for before the large download.
@@ -98,6 +102,16 @@ clean:
 .venv/.dev-stamp: requirements/dev.txt .venv/.run-stamp
 	@echo "setup: test and lint tools"
 	@$(PY) -m pip install --quiet --no-deps -r requirements/dev.txt
+	@touch $@
+
+# Looks into .venv after itself, so that torch is there once: what pip finds there it does not install again.
+.venv-peers/.stamp: requirements/peers.txt .venv/.dev-stamp
+	@echo "setup: trainers to test with (about 250 MB)"
+	@rm -rf .venv-peers
+	@$(PY) -m venv .venv-peers
+	@$(PY) -c 'import site, sys; open(sys.argv[1], "w").write(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")' \
+		"$$(.venv-peers/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
+	@.venv-peers/bin/python -m pip install --quiet --no-deps -r requirements/peers.txt
 	@touch $@
 
 $(NATIVE): .venv/.run-stamp $(NATIVE_SOURCES)

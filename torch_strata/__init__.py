@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch_strata.checkpoint.async_save import async_save
     from torch_strata.checkpoint.handle import SaveHandle, SaveProgress
+    from torch_strata.checkpoint.install import install, uninstall
     from torch_strata.checkpoint.planner import StrataLoadPlanner
     from torch_strata.checkpoint.reader import ReadStats, StrataReader
     from torch_strata.checkpoint.verify import VerifyReport, verify
@@ -64,6 +65,8 @@ __all__ = [
     "StrataWriter",
     "VerifyReport",
     "async_save",
+    "install",
+    "uninstall",
     "verify",
 ]
 
@@ -78,6 +81,8 @@ _HOMES = {
     "StrataWriter": "checkpoint.writer",
     "VerifyReport": "checkpoint.verify",
     "async_save": "checkpoint.async_save",
+    "install": "checkpoint.install",
+    "uninstall": "checkpoint.install",
     "verify": "checkpoint.verify",
 }
 

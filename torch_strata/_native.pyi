@@ -22,6 +22,7 @@ __all__ = [
     "Round",
     "Store",
     "Together",
+    "Upload",
     "__version__",
     "claim_generation",
     "commit",
@@ -69,7 +70,12 @@ class Store:
     def read_range(self, name: str, start: int, end: int) -> bytes: ...
     def size(self, name: str) -> int: ...
     def put(self, name: str, data: bytes) -> None: ...
-    def list(self, prefix: str) -> list[tuple[str, int]]: ...
+    def list_folders(self, prefix: str) -> list[str]:
+        """Names of the folders in the folder `prefix`, from the store's root, without a slash at the end."""
+    def list(self, prefix: str) -> list[tuple[str, int]]:
+        """Name and size of the objects in the folder `prefix` (``""``, or ending in ``/``); not in its sub-folders."""
+    def create(self, name: str, size: int) -> Upload:
+        """Begin an object of exactly `size` bytes, to be sent in parts. On local stores the name must be new."""
     def delete(self, name: str) -> None: ...
     def counters(self) -> dict[str, int]:
         """Events since the store was opened in this process, that of its siblings included; all 0 for local stores.
@@ -78,6 +84,19 @@ class Store:
         requests. ``restarted``: transfers ended because too few bytes moved, and begun again. ``hedged``: second
         requests for what a first one was slow to bring.
         """
+
+@final
+class Upload:
+    """An object in the making. What is neither finished nor aborted may stay at the store, unseen."""
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of each part but the last, in bytes."""
+    def write_part(self, index: int, data: bytes) -> None: ...
+    def finish(self) -> None:
+        """Make it durable and visible; all parts have been written."""
+    def abort(self) -> None:
+        """Remove what was written, best effort."""
 
 @final
 class Base:

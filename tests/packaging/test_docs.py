@@ -35,9 +35,13 @@ def documents() -> list[Path]:
 
 
 def runnable_snippets() -> list[tuple[str, str]]:
-    """(name, code) of each snippet of README.md that says it runs."""
-    fences = FENCE.findall((REPOSITORY / "README.md").read_text())
-    return [(f"snippet {k}", code) for k, (info, code) in enumerate(fences) if RUNNABLE.match(info)]
+    """(name, code) of each snippet of README.md and the guides that says it runs."""
+    return [
+        (f"{page.stem} snippet {k}", code)
+        for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs/guide").glob("*.md"))]
+        for k, (info, code) in enumerate(FENCE.findall(page.read_text()))
+        if RUNNABLE.match(info)
+    ]
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(REPOSITORY)))
@@ -56,10 +60,10 @@ def test_files_are_short_enough_to_be_read_in_a_sitting() -> None:
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
-def test_the_readme_has_snippets_that_run() -> None:
-    assert runnable_snippets() != []
+def test_the_documents_have_snippets_that_run() -> None:
+    assert {name.split()[0] for name, _ in runnable_snippets()} >= {"README", "plain-dcp"}
 
 
 @pytest.mark.parametrize("snippet", runnable_snippets(), ids=lambda snippet: snippet[0])
-def test_a_readme_snippet_runs(snippet: tuple[str, str], tmp_path: Path) -> None:
+def test_a_snippet_runs(snippet: tuple[str, str], tmp_path: Path) -> None:
     run_python(snippet[1], cwd=tmp_path)

@@ -7,6 +7,7 @@ mod runtime;
 mod save;
 mod store;
 mod together;
+mod upload;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -20,6 +21,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("BYTES", strata_checkpoint::item::Kind::Bytes.code())?;
     module.add("TORCH_SAVE", strata_checkpoint::item::Kind::TorchSave.code())?;
     module.add_class::<store::Store>()?;
+    module.add_class::<upload::Upload>()?;
     save::register(module)?;
     checkpoint::register(module)?;
     together::register(module)

@@ -13,6 +13,7 @@ use strata_io::{Counters, IoConfig, PutMode, open};
 
 use crate::errors::to_py;
 use crate::runtime::{runtime, wait};
+use crate::upload::Upload;
 
 /// A place named by a URL; opened anew in each process that uses it.
 #[pyclass(module = "torch_strata._native", frozen)]
@@ -116,6 +117,18 @@ impl Store {
     fn counters(&self) -> PyResult<BTreeMap<&'static str, u64>> {
         let Counters { retries, throttled, restarted, hedged } = self.open()?.0.counters();
         Ok([("retries", retries), ("throttled", throttled), ("restarted", restarted), ("hedged", hedged)].into())
+    }
+
+    fn list_folders(&self, py: Python<'_>, prefix: String) -> PyResult<Vec<String>> {
+        let (store, _) = self.open()?;
+        wait(py, async move { store.list_folders(&prefix).await.map_err(Error::from) })
+    }
+
+    fn create(&self, py: Python<'_>, name: String, size: u64) -> PyResult<Upload> {
+        let (store, _) = self.open()?;
+        let part_bytes = store.part_bytes(size);
+        let writer = wait(py, async move { store.create(&name, size).await.map_err(Error::from) })?;
+        Ok(Upload::new(writer, part_bytes))
     }
 
     fn delete(&self, py: Python<'_>, name: String) -> PyResult<()> {
