@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch_strata.checkpoint.planner import StrataLoadPlanner
     from torch_strata.checkpoint.reader import ReadStats, StrataReader
+    from torch_strata.checkpoint.save_planner import StrataSavePlanner
     from torch_strata.checkpoint.verify import VerifyReport, verify
     from torch_strata.checkpoint.writer import SaveStats, StrataWriter
     from torch_strata.config import StorageConfig
@@ -57,6 +58,7 @@ __all__ = [
     "StrataError",
     "StrataLoadPlanner",
     "StrataReader",
+    "StrataSavePlanner",
     "StrataWriter",
     "VerifyReport",
     "verify",
@@ -68,6 +70,7 @@ _HOMES = {
     "StorageConfig": "config",
     "StrataLoadPlanner": "checkpoint.planner",
     "StrataReader": "checkpoint.reader",
+    "StrataSavePlanner": "checkpoint.save_planner",
     "StrataWriter": "checkpoint.writer",
     "VerifyReport": "checkpoint.verify",
     "verify": "checkpoint.verify",
