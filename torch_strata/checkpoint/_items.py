@@ -74,9 +74,7 @@ def _tensor_item(item: WriteItem, data: Any) -> NativeItem:
         dtype, strides = dtype_name(tensor.dtype), contiguous_strides(shape)
         return (*head, _native.TORCH_SAVE, HOST, 0, 0, dtype, shape, strides, _framed(tensor))
     lent = _lendable(tensor)
-    strides = tuple(lent.stride()) if lent.numel() else contiguous_strides(shape)
-    if lent.is_contiguous():
-        strides = contiguous_strides(shape)
+    strides = contiguous_strides(shape) if lent.is_contiguous() or not lent.numel() else tuple(lent.stride())
     address = lent.data_ptr() if lent.numel() else 0
     device = device_number(lent) if address else HOST
     return (*head, _native.TENSOR, device, address, lent.nbytes, dtype_name(lent.dtype), shape, strides, lent)
@@ -104,8 +102,8 @@ def _holds_storage(fqn: str, tensor: torch.Tensor) -> bool:
 
 def _lendable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where its memory can be written as it lies, else a dense copy on the CPU."""
-    dense = is_dense(tuple(tensor.shape), tuple(tensor.stride())) and not (tensor.is_conj() or tensor.is_neg())
-    if dense and is_reachable(tensor):
+    dense = tensor.is_contiguous() or is_dense(tuple(tensor.shape), tuple(tensor.stride()))
+    if dense and is_reachable(tensor) and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     tensor = tensor.cpu().resolve_conj().resolve_neg()
     return tensor if is_dense(tuple(tensor.shape), tuple(tensor.stride())) else tensor.contiguous()

@@ -32,7 +32,7 @@ from torch_strata.checkpoint._merge import Merged, Selection, merge_columns
 from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_dense
 from torch_strata.errors import CheckpointError
 
-__all__ = ["CompactItems", "PackedItems", "finished", "local_plan", "merge", "structure_key"]
+__all__ = ["CompactItems", "PackedItems", "compact", "finished", "local_plan", "merge", "structure_key"]
 
 # Plans of all ranks that were merged last: a training has one structure, a second one for what it also saves.
 _KEPT = 2
@@ -112,6 +112,11 @@ class CompactItems(list[WriteItem]):
         with gc_paused():
             columns = _columns_of(self)
         return (list, (list(self),)) if columns is None else (Columns.items, (columns,))
+
+
+def compact(items: list[WriteItem]) -> list[WriteItem]:
+    """The items of any planner's plan, which are short when they travel."""
+    return CompactItems(items) if type(items) is list else items
 
 
 def _columns_of(items: Sequence[WriteItem]) -> Columns | None:
@@ -276,7 +281,7 @@ def _items_of(state: Mapping[str, Any]) -> Sequence[WriteItem]:
 def _described(local: torch.Tensor, strides: tuple[int, ...], requires_grad: bool, is_pinnable: bool) -> tuple[Any, ...]:
     """The arguments of a Template."""
     pinned = is_pinnable and local.is_pinned()
-    is_divisible = local.dim() > 0 and not local.is_quantized and is_dense(tuple(local.shape), strides)
+    is_divisible = local.dim() > 0 and (local.is_contiguous() or is_dense(tuple(local.shape), strides))
     return local.dtype, local.layout, requires_grad, 0, pinned, True, is_divisible
 
 
