@@ -167,6 +167,7 @@ class _Pickler:
         return made
 
 
+_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 _BOOLS = {False: b"\x89", True: b"\x88"}
 
 
@@ -175,18 +176,22 @@ def _global(module: str, name: str) -> bytes:
 
 
 def _text(value: bytes) -> bytes:
+    if len(value) < 1 << 8:
+        return b"\x8c" + len(value).to_bytes(1, "little") + value
     return b"X" + struct.pack("<I", len(value)) + value
 
 
 def _put(memo: int) -> bytes:
-    return b"r" + struct.pack("<I", memo)
+    return b"q" + memo.to_bytes(1, "little") if memo < 1 << 8 else b"r" + struct.pack("<I", memo)
 
 
 def _get(memo: int) -> bytes:
-    return b"j" + struct.pack("<I", memo)
+    return b"h" + memo.to_bytes(1, "little") if memo < 1 << 8 else b"j" + struct.pack("<I", memo)
 
 
 def _tuple(parts: list[bytes]) -> bytes:
+    if len(parts) < len(_TUPLES):
+        return b"".join([*parts, _TUPLES[len(parts)]])
     return b"".join([b"(", *parts, b"t"])
 
 
