@@ -156,8 +156,9 @@ def read_metadata(opened: Opened, *, storage_meta: StorageMeta, whole: bool) -> 
 
 def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) -> TensorStorageMetadata:
     _, _, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes = entry
-    offsets, sizes = [tuple(o) for o in offsets], [tuple(s) for s in sizes]
-    if fault := tiling_fault(tuple(size), offsets, sizes, whole=whole):
+    size, offsets, sizes = tuple(size), [tuple(o) for o in offsets], [tuple(s) for s in sizes]
+    is_one = len(sizes) == 1 and sizes[0] == size and not any(offsets[0])
+    if not is_one and (fault := tiling_fault(size, offsets, sizes, whole=whole)):
         raise CorruptionError(f"{where}: {fqn!r}: {fault}")
     properties = TensorProperties(
         dtype=dtype_of(dtype),
@@ -175,6 +176,7 @@ def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) ->
 _RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
 
 
+@functools.cache
 def _layout_of(name: str) -> torch.layout:
     value = getattr(torch, name, None)
     if not isinstance(value, torch.layout):
