@@ -19,7 +19,20 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["BYTES", "SHARD", "TENSOR", "Builder", "Columns", "Ints", "Template", "forget_unpacked", "pack_ints", "padded", "unpack", "unpack_ints"]
+__all__ = [
+    "BYTES",
+    "SHARD",
+    "TENSOR",
+    "Builder",
+    "Columns",
+    "Ints",
+    "Template",
+    "forget_unpacked",
+    "pack_ints",
+    "padded",
+    "unpack",
+    "unpack_ints",
+]
 
 Ints = npt.NDArray[np.int64]
 
@@ -122,7 +135,7 @@ class Columns:
         shared = self.shared
         itemsizes = np.array([t.dtype.itemsize for t in shared.table] + [0], dtype=np.int64)
         numels = padded(self.lengths, shared.ndims, fill=1).prod(axis=1)
-        return numels * itemsizes[shared.templates]
+        return np.multiply(numels, itemsizes[shared.templates], dtype=np.int64)
 
     def item(self, row: int) -> WriteItem:
         """The WriteItem of one row."""

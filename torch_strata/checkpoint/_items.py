@@ -79,7 +79,7 @@ def _resolver(planner: SavePlanner) -> Callable[[WriteItem], Any]:
 
 
 def _whole_item(item: WriteItem, data: Any) -> NativeItem | None:
-    """What nearly every tensor is, without further questions: plain, contiguous, in the host's memory, and as planned."""
+    """What nearly every tensor is, without further questions: plain, contiguous, on the host, and as planned."""
     if type(data) not in PLAIN_TYPES or data.layout is not torch.strided or not data.is_contiguous():
         return None
     address, planned, index = data.data_ptr() if data.device.type == "cpu" else 0, item.tensor_data, item.index

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Chunks:
         start = bounds[0]
         offsets = self.offsets[start : bounds[-1]].tolist()
         lengths = self.lengths[start : bounds[-1]].tolist()
-        spans = [slice(a - start, b - start) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        spans = [slice(a - start, b - start) for a, b in pairwise(bounds)]
         return [tuple(offsets[span]) for span in spans], [tuple(lengths[span]) for span in spans]
 
     def described(self, row: int) -> tuple[Template, tuple[int, ...], tuple[int, ...]] | None:

@@ -5,6 +5,7 @@ Works on arrays: at 256 ranks of 2,200 items one object for each item would be t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -243,7 +244,9 @@ def _distinct(offers: _Offers, names: Sequence[str]) -> _Holders:
     row, leader = order[same], leader[same]
     rank = offers.rank[row]
     for at in np.flatnonzero((leader[1:] == leader[:-1]) & (rank[1:] == rank[:-1]) & ~is_empty[row[1:]])[:1].tolist():
-        raise LayoutMismatchError(f"{names[offers.name[row[at]]]!r}: rank {rank[at]} writes {_region(offers, row[at])} twice")
+        raise LayoutMismatchError(
+            f"{names[offers.name[row[at]]]!r}: rank {rank[at]} writes {_region(offers, row[at])} twice"
+        )
     return _Holders(row, np.flatnonzero(np.append(True, leader[1:] != leader[:-1])[: len(row)]))
 
 
@@ -253,9 +256,7 @@ def _region(offers: _Offers, row: int) -> str:
     return f"[{', '.join(f'{begin}:{end}' for begin, end in ends)}]"
 
 
-def _assigned(
-    offers: _Offers, holders: _Holders, num_ranks: int, *, to_lowest_rank: bool
-) -> tuple[Ints, Ints, Ints]:
+def _assigned(offers: _Offers, holders: _Holders, num_ranks: int, *, to_lowest_rank: bool) -> tuple[Ints, Ints, Ints]:
     """Offers that are taken up, with the first row and the number of rows that are meant; -1 for all."""
     counts = holders.counts
     if to_lowest_rank or not (counts > 1).any():
@@ -276,11 +277,11 @@ def _assigned(
     for place, (group, members, size) in enumerate(zip(groups, ranks, sizes, strict=True)):
         head, most = int(heads[several[place]]), piece_bytes[members]
         is_cut = size >= 2 * most and divisible[several[place]] and offers.ndim[head] > 0
-        pieces = _pieces(int(offers.lengths[head, 0]), size, most) if is_cut else [(-1, -1, size)]
-        for first, count, weight in pieces:
+        pieces = _pieces(int(offers.lengths[head, 0]), size, size // most, len(members)) if is_cut else [(-1, -1, size)]
+        for begin, length, weight in pieces:
             at = min(range(len(members)), key=lambda i: load[members[i]])
             load[members[at]] += weight + _ITEM_WEIGHT
-            taken.append((int(group[at]), first, count))
+            taken.append((int(group[at]), begin, length))
     rows, first, count = np.array(taken, dtype=np.int64).reshape(-1, 3).T
     whole = np.full(len(lone), -1, dtype=np.int64)
     return np.concatenate([lone, rows]), np.concatenate([whole, first]), np.concatenate([whole, count])
@@ -294,10 +295,11 @@ def _piece_bytes(ranks: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> dict
     return {members: max(_MIN_PIECE_BYTES, n // (len(members) * _PIECES_A_RANK)) for members, n in held.items()}
 
 
-def _pieces(rows: int, total: int, piece_bytes: int) -> list[tuple[int, int, int]]:
-    """First row, rows and bytes of each piece of a chunk."""
-    row_bytes = total // rows
-    step = max(1, piece_bytes // row_bytes)
+def _pieces(rows: int, total: int, num_pieces: int, num_ranks: int) -> list[tuple[int, int, int]]:
+    """First row, rows and bytes of each piece of a chunk: as many for each rank, where there are enough."""
+    if num_pieces > num_ranks:
+        num_pieces -= num_pieces % num_ranks
+    row_bytes, step = total // rows, -(-rows // num_pieces)
     return [(begin, min(step, rows - begin), row_bytes * min(step, rows - begin)) for begin in range(0, rows, step)]
 
 
@@ -327,7 +329,7 @@ def _merged(
     selections = []
     order = np.lexsort([first, offers.row[row], offers.rank[row]])
     bounds = np.searchsorted(offers.rank[row][order], np.arange(num_ranks + 1))
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in pairwise(bounds.tolist()):
         mine = order[begin:end]
         pieces = {int(i): (int(first[mine[i]]), int(count[mine[i]])) for i in np.flatnonzero(is_piece[mine])}
         selections.append(Selection(offers.row[row[mine]], hints[mine], shards[mine], pieces))

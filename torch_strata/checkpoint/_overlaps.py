@@ -56,7 +56,7 @@ def plan_faults(boxes: Boxes, sizes: Ints, names: Sequence[str], *, whole: bool)
         int(boxes.name[box]): f"{names[boxes.name[box]]!r} of {_shape(size[box])}: {boxes.described(box)}, outside it"
         for box in np.flatnonzero(outside).tolist()
     }
-    filled = boxes.only(~outside & (boxes.lengths > 0).all(axis=1))
+    filled = boxes.only(np.flatnonzero(~outside & (boxes.lengths > 0).all(axis=1)))
     for first, second in _overlaps(filled, sizes):
         number = int(filled.name[first])
         what = f"{filled.described(first)}, {filled.described(second)}: they overlap"
@@ -82,14 +82,15 @@ def _overlaps(boxes: Boxes, sizes: Ints) -> Iterator[tuple[int, int]]:
     """Pairs that share elements; at least one pair for each tensor that has any."""
     if not len(boxes.name):
         return
-    cut = np.zeros(sizes.shape, dtype=bool)
+    cut: npt.NDArray[np.bool_] = np.zeros(sizes.shape, dtype=bool)
     np.logical_or.at(cut, boxes.name, boxes.lengths != sizes[boxes.name])
+    num_dims = sizes.shape[1]
     num_cut = cut.sum(axis=1)[boxes.name]
     several = np.bincount(boxes.name, minlength=len(sizes))[boxes.name] > 1
-    dim = cut.argmax(axis=1) if cut.shape[1] else np.zeros(len(sizes), dtype=np.int64)
+    dim = cut.argmax(axis=1) if num_dims else np.zeros(len(sizes), dtype=np.int64)
     # Cut along one dim, neighbours tell all; along none, each fills the tensor.
     plain = np.flatnonzero(several & (num_cut <= 1))
-    if len(plain) and cut.shape[1]:
+    if len(plain) and num_dims:
         along = dim[boxes.name[plain]]
         begins = boxes.offsets[plain, along]
         order = np.lexsort([begins, boxes.name[plain]])
@@ -125,11 +126,11 @@ def _not_tiled(boxes: Boxes, sizes: Ints, cut: npt.NDArray[np.bool_], num_cut: i
         corners.append(np.column_stack([boxes.name, np.where(upper, ends, begins)]))
         corners.append(np.column_stack([numbers, np.where(upper, whole, 0)]))
         signs += [np.full(len(boxes.name), sign), np.full(len(numbers), -sign)]
-    table, sign = np.concatenate(corners), np.concatenate(signs)
+    table, signed = np.concatenate(corners), np.concatenate(signs)
     order = np.lexsort(table.T[::-1])
     table = table[order]
     starts = np.flatnonzero(np.append(True, (table[1:] != table[:-1]).any(axis=1)))
-    sums = np.add.reduceat(sign[order], starts)
+    sums = np.add.reduceat(signed[order], starts)
     return np.unique(table[starts[sums != 0], 0]).tolist()  # type: ignore[no-any-return]
 
 

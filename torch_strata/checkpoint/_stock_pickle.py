@@ -100,12 +100,13 @@ class _Pickler:
 
     def entry(self, entry: "TensorEntry") -> bytes:
         """A name and what state_dict_metadata says of it."""
-        fqn, is_tensor, dtype, size, *described, offsets, sizes = entry
+        fqn, is_tensor, dtype, size, strides, grad, pin, encoding, layout, offsets, sizes = entry
         if not is_tensor:
             return self._name(fqn) + self._bytes
         start, middle, dims = self._chunk, self._sizes_key, self._dims
         chunks = [start + dims(o) + middle + dims(n) + b"ub" for o, n in zip(offsets, sizes, strict=True)]
-        head = (self._name(fqn), self._tensor, self._described(dtype, *described), self._size_key, dims(size))
+        properties = self._described(dtype, strides, grad, pin, encoding, layout)
+        head = (self._name(fqn), self._tensor, properties, self._size_key, dims(size))
         return b"".join([*head, self._chunks_key, b"](", *chunks, b"eub"])
 
     def item(self, placed: Placed) -> bytes:

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -64,7 +63,7 @@ class StrataLoadPlanner(DefaultLoadPlanner):
 
     @gc_paused()
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Begin a load into `state_dict`."""
         _init_state_dict(state_dict)

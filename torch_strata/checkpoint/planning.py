@@ -13,7 +13,7 @@ import pickle
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, overload
 
 import numpy as np
@@ -32,7 +32,7 @@ from torch_strata.checkpoint._merge import Merged, Selection, merge_columns
 from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_dense
 from torch_strata.errors import CheckpointError
 
-__all__ = ["CompactItems", "PackedItems", "compact", "finished", "local_plan", "merge", "structure_key"]
+__all__ = ["CompactItems", "PackedItems", "compact", "finished", "local_plan", "merge", "packed_plan", "structure_key"]
 
 # Plans of all ranks that were merged last: a training has one structure, a second one for what it also saves.
 _KEPT = 2
@@ -89,16 +89,16 @@ class PackedItems(Sequence[WriteItem]):
 class ChosenItems(PackedItems):
     """What one rank writes of its plan. Only the choice travels: the rank has the plan."""
 
-    def __init__(self, columns: Columns | None, selection: Selection) -> None:
+    def __init__(self, offered: PackedItems | None, selection: Selection) -> None:
         super().__init__()
         self.selection = selection
-        self._whole = columns
+        self.offered = offered
 
     @property
     def columns(self) -> Columns:
         """The items as columns."""
-        if self._columns is None and self._whole is not None:
-            self._columns = self.selection.of(self._whole)
+        if self._columns is None and self.offered is not None:
+            self._columns = self.selection.of(self.offered.columns)
         return super().columns
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,6 +166,18 @@ def local_plan(state: Mapping[str, Any], *, paths: Mapping[str, Any] | None = No
     return SavePlan(items, planner_data=_Paths(paths))  # type: ignore[arg-type]
 
 
+def packed_plan(items: Sequence[WriteItem], paths: Mapping[str, Any]) -> SavePlan:
+    """A plan for `merge` of items that somebody else made; `paths` as in `local_plan`.
+
+    Raises:
+        CheckpointError: If an item says what DCP's own never do.
+    """
+    columns = _columns_of(items)
+    if columns is None:
+        raise CheckpointError("an item of the plan is of a foreign class, or says what DCP's items do not")
+    return SavePlan(PackedItems(columns), planner_data=_Paths(paths))  # type: ignore[arg-type]
+
+
 def structure_key(state: Mapping[str, Any]) -> bytes:
     """16 bytes that differ where a name, kind, dtype, shape, stride, offset or size of a shard does; not for values."""
     items = local_plan(state).items
@@ -200,7 +212,7 @@ def merge(plans: Sequence[SavePlan], *, to_lowest_rank: bool = False) -> tuple[l
     metadata = PlannedMetadata(LazyState(chunks))  # type: ignore[arg-type]
     metadata.planner_data = _merged_paths([plan.planner_data for plan in plans])
     final = [
-        SavePlan(ChosenItems(None if item._columns is None else item.columns, selection))  # type: ignore[arg-type]
+        SavePlan(ChosenItems(item, selection))  # type: ignore[arg-type]
         for item, selection in zip(items, merged.selections, strict=True)
     ]
     forget_unpacked()
@@ -210,10 +222,10 @@ def merge(plans: Sequence[SavePlan], *, to_lowest_rank: bool = False) -> tuple[l
 
 def finished(plan: SavePlan, local: SavePlan) -> SavePlan:
     """What this rank writes: its part of the merged plan, with the items of its own plan."""
-    items = plan.items
-    if isinstance(items, ChosenItems):
-        items = ChosenItems(local.items.columns, items.selection)  # type: ignore[attr-defined]
-    return replace(plan, items=items)  # type: ignore[arg-type]
+    chosen, offered = plan.items, local.items
+    if not isinstance(chosen, ChosenItems) or not isinstance(offered, PackedItems):
+        return plan
+    return replace(plan, items=ChosenItems(offered, chosen.selection))
 
 
 def _merged_paths(paths: Sequence[_Paths | None]) -> dict[str, Any]:
@@ -272,13 +284,16 @@ def _items_of(state: Mapping[str, Any]) -> Sequence[WriteItem]:
             builder.add_tensor(fqn, SHARD, template, value.shape, strides, offsets, tuple(lengths))
         elif not isinstance(value, tensor) and not hasattr(value, "__create_write_items__"):
             builder.add_bytes(fqn)
-        elif not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None:
-            if not all(map(builder.add_item, _create_write_items(fqn, value))):
-                return _stock_items(state)
+        elif isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+            continue
+        elif not all(map(builder.add_item, _create_write_items(fqn, value))):
+            return _stock_items(state)
     return PackedItems(builder.columns())
 
 
-def _described(local: torch.Tensor, strides: tuple[int, ...], requires_grad: bool, is_pinnable: bool) -> tuple[Any, ...]:
+def _described(
+    local: torch.Tensor, strides: tuple[int, ...], requires_grad: bool, is_pinnable: bool
+) -> tuple[Any, ...]:
     """The arguments of a Template."""
     pinned = is_pinnable and local.is_pinned()
     is_divisible = local.dim() > 0 and (local.is_contiguous() or is_dense(tuple(local.shape), strides))

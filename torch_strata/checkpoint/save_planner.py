@@ -8,7 +8,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
@@ -51,7 +51,7 @@ class StrataSavePlanner(DefaultSavePlanner):
 
     @gc_paused()
     def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Begin a save of `state_dict`."""
         if self.flatten_state_dict:
@@ -88,7 +88,7 @@ class StrataSavePlanner(DefaultSavePlanner):
         """What this rank writes."""
         plan = finished(new_plan, self.plan)
         if isinstance(plan.items, ChosenItems):
-            self._pieces = _pieces(plan.items, self.plan.items.columns)  # type: ignore[attr-defined]
+            self._pieces = _pieces(plan.items)
         self.plan = replace(plan, planner_data=self.mappings if self.flatten_state_dict else None)
         return self.plan
 
@@ -109,10 +109,10 @@ class StrataSavePlanner(DefaultSavePlanner):
         return find_state_dict_object(self.state_dict, index)
 
 
-def _pieces(items: ChosenItems, offered: Any) -> _Pieces:
+def _pieces(items: ChosenItems) -> _Pieces:
     found: _Pieces = {}
     for place, (first, count) in items.selection.pieces.items():
         index = items.columns.item(place).index
-        whole = offered.item(int(items.selection.rows[place])).index.offset
+        whole = items.offered.columns.item(int(items.selection.rows[place])).index.offset  # type: ignore[union-attr]
         found[index.fqn, index.offset] = (whole, first, count)
     return found
