@@ -43,9 +43,8 @@ def main() -> None:
     if args.child:
         print(json.dumps(run(args.child, args.ranks[0], args.items)))
         return
-    print(
-        f"| {args.items} items a rank | ranks | plan, s | again, s | index, s | broadcast, s | MB a plan | peak RSS, MB |"
-    )
+    columns = ("ranks", "plan, s", "again, s", "index, s", "broadcast, s", "MB a plan", "peak RSS, MB")
+    print(f"| {args.items} items a rank | {' | '.join(columns)} |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for ranks in args.ranks:
         for kind in [STOCK, STRATA] if ranks in args.stock_ranks else [STRATA]:

@@ -135,7 +135,8 @@ class Columns:
         shared = self.shared
         itemsizes = np.array([t.dtype.itemsize for t in shared.table] + [0], dtype=np.int64)
         numels = padded(self.lengths, shared.ndims, fill=1).prod(axis=1)
-        return np.multiply(numels, itemsizes[shared.templates], dtype=np.int64)
+        found: Ints = numels * itemsizes[shared.templates]
+        return found
 
     def item(self, row: int) -> WriteItem:
         """The WriteItem of one row."""

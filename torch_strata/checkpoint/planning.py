@@ -225,7 +225,7 @@ def finished(plan: SavePlan, local: SavePlan) -> SavePlan:
     chosen, offered = plan.items, local.items
     if not isinstance(chosen, ChosenItems) or not isinstance(offered, PackedItems):
         return plan
-    return replace(plan, items=ChosenItems(offered, chosen.selection))
+    return replace(plan, items=ChosenItems(offered, chosen.selection))  # type: ignore[arg-type]
 
 
 def _merged_paths(paths: Sequence[_Paths | None]) -> dict[str, Any]:
