@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch_strata.checkpoint.install import install, uninstall
     from torch_strata.checkpoint.planner import StrataLoadPlanner
     from torch_strata.checkpoint.reader import ReadStats, StrataReader
+    from torch_strata.checkpoint.save_planner import StrataSavePlanner
     from torch_strata.checkpoint.verify import VerifyReport, verify
     from torch_strata.checkpoint.writer import SaveStats, StrataWriter
     from torch_strata.config import StorageConfig
@@ -62,6 +63,7 @@ __all__ = [
     "StrataError",
     "StrataLoadPlanner",
     "StrataReader",
+    "StrataSavePlanner",
     "StrataWriter",
     "VerifyReport",
     "async_save",
@@ -78,6 +80,7 @@ _HOMES = {
     "StorageConfig": "config",
     "StrataLoadPlanner": "checkpoint.planner",
     "StrataReader": "checkpoint.reader",
+    "StrataSavePlanner": "checkpoint.save_planner",
     "StrataWriter": "checkpoint.writer",
     "VerifyReport": "checkpoint.verify",
     "async_save": "checkpoint.async_save",

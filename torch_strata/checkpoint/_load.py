@@ -111,8 +111,9 @@ def load_plan(
         stats = _read_together(opened, [part for part in parts if part.is_blob], regions, settings, exchange)
     for part in framed:
         copy_into(part.target, part.value)
-    for part in tensors:
-        _guarded(part, lambda part=part: planner.commit_tensor(part.item, part.target))
+    if getattr(planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:  # which does nothing
+        for part in tensors:
+            _guarded(part, lambda part=part: planner.commit_tensor(part.item, part.target))
     for part in values:
         _guarded(part, lambda part=part: _set_value(planner, part))
     return stats
@@ -185,22 +186,48 @@ def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], Any]:
     if own != [DefaultLoadPlanner.resolve_tensor, DefaultLoadPlanner.lookup_tensor]:
         return planner.resolve_tensor
 
+    transforms = getattr(planner.transform_tensor, "__func__", None) is not DefaultLoadPlanner.transform_tensor
+
     def resolve(item: ReadItem) -> Any:
         index = item.dest_index
         found = planner.state_dict.get(index.fqn)
         # An attribute could make a plain tensor one that DCP asks for its shards.
         if not isinstance(found, torch.Tensor) or type(found) not in PLAIN_TYPES or vars(found):
             return planner.resolve_tensor(item)
-        if index.offset != torch.Size([0] * found.dim()):
+        if index.offset is None or any(index.offset) or len(index.offset) != found.dim():
             return planner.resolve_tensor(item)
-        return planner.transform_tensor(item, found)
+        if transforms or item.lengths != found.shape or any(item.dest_offsets):
+            return planner.transform_tensor(item, found)
+        return found
 
     return resolve
 
 
 def _resolve(opened: Opened, part: Part, resolve: Callable[[ReadItem], Any], settings: LoadSettings) -> None:
+    item = part.item
+    try:
+        found = resolve(item)
+    except StrataError:
+        raise
+    except Exception as error:
+        raise _as_ours(part, error) from error
+    if type(found) in PLAIN_TYPES and not part.is_blob and part.kind == _native.TENSOR:
+        target = part.target = found.detach()
+        shape = tuple(target.shape)
+        # What nearly every tensor is: as it was stored, in the host's memory.
+        if (
+            shape == part.shape == item.lengths
+            and target.device.type == "cpu"
+            and target.is_contiguous()
+            and target.dtype == dtype_of(part.dtype)
+            and not any(item.storage_offsets)
+        ):
+            return
+    _resolve_unlike(opened, part, found, settings)
+
+
+def _resolve_unlike(opened: Opened, part: Part, found: Any, settings: LoadSettings) -> None:
     item, name = part.item, f"{opened.where}: {part.fqn!r}"
-    found = _guarded(part, lambda: resolve(item))
     if not isinstance(found, torch.Tensor):
         raise LayoutMismatchError(f"{name} is a tensor, the state to load into holds a {type(found).__name__}")
     part.target = settled(found)
@@ -380,4 +407,8 @@ def _guarded(part: Part, call: Any) -> Any:
     except StrataError:
         raise
     except Exception as error:
-        raise CheckpointError(f"cannot load {part.fqn!r}: {type(error).__name__}: {error}") from error
+        raise _as_ours(part, error) from error
+
+
+def _as_ours(part: Part, error: Exception) -> CheckpointError:
+    return CheckpointError(f"cannot load {part.fqn!r}: {type(error).__name__}: {error}")

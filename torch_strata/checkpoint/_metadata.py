@@ -2,24 +2,20 @@
 
 import dataclasses
 import functools
-import os
-import pickle
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
 from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._lazy_state import Chunks, LazyState
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._planner_data import decode_planner_data
 from torch_strata.checkpoint._tiling import tiling_fault
@@ -29,16 +25,17 @@ if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
 __all__ = [
+    "DCP_VERSION",
     "dtype_name",
     "dtype_of",
     "encode_fqn",
     "entries_of",
+    "entries_of_chunks",
     "read_metadata",
-    "stock_pickle",
 ]
 
 # What FileSystemWriter writes; stock readers compare nothing else.
-_DCP_VERSION = "1.0.0"
+DCP_VERSION = "1.0.0"
 # DCP's own numbering, `_MEM_FORMAT_ENCODING`.
 _MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.preserve_format: 2}
 _MEMORY_FORMAT_OF = {number: value for value, number in _MEMORY_FORMATS.items()}
@@ -55,6 +52,7 @@ def encode_fqn(fqn: Any) -> bytes:
     return fqn.encode("utf-8", "surrogatepass")
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
@@ -75,6 +73,9 @@ def dtype_of(name: str) -> torch.dtype:
 
 def entries_of(metadata: Metadata) -> "list[TensorEntry]":
     """One plain entry for each key of ``state_dict_metadata``, in its order."""
+    state = metadata.state_dict_metadata
+    if isinstance(state, LazyState) and state.untouched is not None:
+        return entries_of_chunks(state.untouched)
     return [_entry(fqn, value) for fqn, value in metadata.state_dict_metadata.items()]
 
 
@@ -96,6 +97,35 @@ def _entry(fqn: str, value: Any) -> "TensorEntry":
         [tuple(chunk.offsets) for chunk in value.chunks],
         [tuple(chunk.sizes) for chunk in value.chunks],
     )
+
+
+def entries_of_chunks(chunks: Chunks) -> "list[TensorEntry]":
+    """One plain entry for each name."""
+    found: list[TensorEntry] = []
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}  # ranks' shards have the same shapes, thousands of times
+    for row, fqn in enumerate(chunks.columns.shared.names):
+        described = chunks.described(row)
+        if described is None:
+            found.append((encode_fqn(fqn), False, "", (), None, False, False, 0, "", [], []))
+            continue
+        template, size, strides = described
+        offsets, lengths = chunks.of(row)
+        found.append(
+            (
+                encode_fqn(fqn),
+                True,
+                dtype_name(template.dtype),
+                size,
+                strides if template.has_strides and _RECORDS_STRIDES else None,
+                template.requires_grad,
+                template.pin_memory,
+                template.memory_format,
+                str(template.layout).removeprefix("torch."),
+                [same.setdefault(dims, dims) for dims in offsets],
+                [same.setdefault(dims, dims) for dims in lengths],
+            )
+        )
+    return found
 
 
 @gc_paused()
@@ -121,13 +151,14 @@ def read_metadata(opened: Opened, *, storage_meta: StorageMeta, whole: bool) -> 
         planner_data = decode_planner_data(opened.native.planner_data, where)
     else:
         planner_data = opened.foreign_planner_data
-    return Metadata(state, planner_data=planner_data, storage_meta=storage_meta, version=_DCP_VERSION)
+    return Metadata(state, planner_data=planner_data, storage_meta=storage_meta, version=DCP_VERSION)
 
 
 def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) -> TensorStorageMetadata:
     _, _, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes = entry
-    offsets, sizes = [tuple(o) for o in offsets], [tuple(s) for s in sizes]
-    if fault := tiling_fault(tuple(size), offsets, sizes, whole=whole):
+    size, offsets, sizes = tuple(size), [tuple(o) for o in offsets], [tuple(s) for s in sizes]
+    is_one = len(sizes) == 1 and sizes[0] == size and not any(offsets[0])
+    if not is_one and (fault := tiling_fault(size, offsets, sizes, whole=whole)):
         raise CorruptionError(f"{where}: {fqn!r}: {fault}")
     properties = TensorProperties(
         dtype=dtype_of(dtype),
@@ -145,36 +176,9 @@ def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) ->
 _RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
 
 
+@functools.cache
 def _layout_of(name: str) -> torch.layout:
     value = getattr(torch, name, None)
     if not isinstance(value, torch.layout):
         raise CorruptionError(f"layout {name!r:.100} is unknown to torch {torch.__version__}")
     return value
-
-
-def stock_pickle(
-    metadata: Metadata,
-    placed: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]],
-    *,
-    checkpoint_id: str | os.PathLike[str],
-    save_id: str,
-) -> bytes:
-    """The `.metadata` by which stock torch finds what was written. Leaves `metadata` as it is.
-
-    Raises:
-        CheckpointError: If the planner's data cannot be pickled.
-    """
-    storage_data = {}
-    for fqn, offsets, index, name, offset, length in placed:
-        key = MetadataIndex(fqn.decode("utf-8", "surrogatepass"), offsets, None if index < 0 else index)
-        storage_data[key] = _StorageInfo(name, offset, length)
-    whole = dataclasses.replace(
-        metadata,
-        storage_data=storage_data,
-        storage_meta=StorageMeta(checkpoint_id=os.fspath(checkpoint_id), save_id=save_id),
-        version=_DCP_VERSION,
-    )
-    try:
-        return pickle.dumps(whole)
-    except Exception as error:
-        raise CheckpointError(f"cannot pickle the checkpoint's metadata (planner_data?): {error}") from error

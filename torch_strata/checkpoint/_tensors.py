@@ -1,5 +1,6 @@
 """What the memory of a tensor looks like, and whether Rust may read or write it as it is."""
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -66,6 +67,7 @@ def wait_for_kernels(devices: Iterable[int]) -> None:
         torch.cuda.synchronize(number)
 
 
+@functools.lru_cache(maxsize=1024)  # layers have the same shapes
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides, in elements."""
     strides = [1] * len(shape)

@@ -32,6 +32,9 @@ class _Bag:
     kind = ""
     state: Any = None
 
+    def __init__(self, *args: Any) -> None:
+        """Whatever arguments a pickle has: the state follows them (`PlannedMetadata`)."""
+
     def __setstate__(self, state: Any) -> None:
         self.state = state
 

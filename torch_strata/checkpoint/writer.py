@@ -8,10 +8,10 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -22,15 +22,21 @@ from torch_strata import _native
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._items import resolve_items
-from torch_strata.checkpoint._metadata import entries_of, read_metadata, stock_pickle
+from torch_strata.checkpoint._lazy_state import PlannedMetadata
+from torch_strata.checkpoint._metadata import DCP_VERSION, entries_of, read_metadata
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
 from torch_strata.checkpoint._planner_data import encode_planner_data
 from torch_strata.checkpoint._safetensors import holds_safetensors
+from torch_strata.checkpoint._stock_pickle import Placed, stock_pickle
 from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
 from torch_strata.checkpoint._unpickle import load_stock_metadata
+from torch_strata.checkpoint.planning import compact
 from torch_strata.checkpoint.staging import snapshot
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptionError, StorageError
+
+if TYPE_CHECKING:
+    from torch_strata._types import TensorEntry
 
 __all__ = ["SaveStats", "StrataWriter"]
 
@@ -208,11 +214,11 @@ class StrataWriter(StorageWriter):
             if self._base.stale_metadata:
                 self._republish()
             self._generation()
-        return plan
+        return replace(plan, items=compact(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tell each rank its number, for callers of DCP that do not pass it. Carries no name: plans may be cached."""
-        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+        return [replace(plan, items=compact(plan.items), storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items; durable when it returns. Blocks with the GIL released.
@@ -254,17 +260,17 @@ class StrataWriter(StorageWriter):
         if base is None:
             raise CheckpointError("finish() was called on a rank that did not prepare a plan")
         records = [result.storage_data for rank_results in results for result in rank_results]
-        placed = _native.stock_entries(records)
         try:
+            entries = entries_of(metadata)
             commit = partial(
                 _native.commit,
                 self._store(),
                 base,
                 records,
-                entries_of(metadata),
+                entries,
                 planner_data=encode_planner_data(metadata.planner_data),
-                # A copy is pickled: DCP broadcasts `metadata` to all ranks afterwards, and the index need not travel.
-                stock_metadata=stock_pickle(metadata, placed, checkpoint_id=self._place, save_id=self._save_id),
+                # Not hung on `metadata`, which DCP broadcasts to all ranks afterwards: the index need not travel.
+                stock_metadata=self._stock_pickle(entries, _placed(records), metadata.planner_data, self._save_id),
                 save_id=self._save_id,
                 previous_save_id=_previous_save_id(base),
                 rank=self._own_rank,
@@ -273,14 +279,16 @@ class StrataWriter(StorageWriter):
                 run_root=self._run_root_store(),
             )
         except Exception:
-            self._discard({entry[3] for entry in placed})
+            self._discard({entry[3] for entry in _placed(records)})
             raise
         try:
             done = commit()  # which removes the objects itself, unless they may be committed
         except (OverflowError, TypeError) as error:  # an argument that Rust cannot hold: nothing was begun
-            self._discard({entry[3] for entry in placed})
+            self._discard({entry[3] for entry in _placed(records)})
             raise CheckpointError(f"the planner's metadata cannot be written: {error}") from error
         self._base = None
+        if isinstance(metadata, PlannedMetadata):
+            metadata.as_stock = False  # what stock reads is written; DCP sends this one to all ranks
         self._note(done, time.monotonic() - started)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -377,8 +385,15 @@ class StrataWriter(StorageWriter):
         rank = self._own_rank
         opened = open_checkpoint(self._store(), self._place, rank=rank)
         metadata = read_metadata(opened, storage_meta=StorageMeta(), whole=rank is None)
-        data = stock_pickle(metadata, opened.native.items(), checkpoint_id=self._place, save_id=opened.save_id)
+        entries, items = entries_of(metadata), opened.native.items()
+        data = self._stock_pickle(entries, items, metadata.planner_data, opened.save_id)
         self._store().put(metadata_name(rank), data)
+
+    def _stock_pickle(
+        self, entries: "list[TensorEntry]", placed: Iterable[Placed], planner_data: Any, save_id: str
+    ) -> bytes:
+        meta = StorageMeta(checkpoint_id=os.fspath(self._place), save_id=save_id)
+        return stock_pickle(entries, placed, planner_data=planner_data, storage_meta=meta, version=DCP_VERSION)
 
     def _discard(self, names: set[str]) -> None:
         """Remove the objects of a save that cannot be committed."""
@@ -409,6 +424,12 @@ class StrataWriter(StorageWriter):
             fenced=done.fenced,
             warnings=tuple(done.warnings),
         )
+
+
+def _placed(records: Iterable[bytes]) -> Iterator[Placed]:
+    """Where each item is, one rank's after the other: those of all at once are a large part of a gigabyte."""
+    for record in records:
+        yield from _native.stock_entries([record])
 
 
 def _previous_save_id(base: _native.Base) -> str:
