@@ -6,13 +6,15 @@ rank has committed; a failed save leaves the checkpoint that was there.
 
 import logging
 import os
+import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -20,14 +22,22 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_strata import _native
+from torch_strata.checkpoint._arena import Lease, arena
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._items import resolve_items
 from torch_strata.checkpoint._metadata import entries_of, read_metadata, stock_pickle
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
 from torch_strata.checkpoint._planner_data import encode_planner_data
+from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._store import check_flag, is_place, open_store, resolve_config
+from torch_strata.checkpoint._tensors import HOST
 from torch_strata.checkpoint._unpickle import load_stock_metadata
-from torch_strata.checkpoint.staging import snapshot
+from torch_strata.checkpoint.staging import (
+    check_optimizers,
+    forget_dead_process,
+    snapshot,
+    snapshot_behind_training,
+)
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptionError, StorageError
 
@@ -86,6 +96,8 @@ class StrataWriter(StorageWriter):
             process's first save, and a run that was replaced by a newer one cannot commit any more.
         world_size: Ranks that save together with ``use_collectives=False``, where DCP does not tell; the default
             group's if not given.
+        overlap: One optimizer or several: ``dcp.async_save`` then returns before what only their ``step`` changes is
+            copied; the next ``step`` waits for it. It returns an ``AsyncSaveResponse``.
 
     Pass it to ``dcp.save(state, storage_writer=...)`` on every rank. Also an AsyncStager: ``dcp.async_save`` copies
     the state with it before training goes on. Can be pickled; what is open is not carried along.
@@ -94,7 +106,7 @@ class StrataWriter(StorageWriter):
         ConfigError: If the place or a setting cannot be used.
     """
 
-    # AsyncStager: `stage` returns when the copy is complete.
+    # AsyncStager: nobody needs to wait after `stage`; with `overlap` the optimizer does.
     _synchronize_after_execute: bool = False
 
     def __init__(
@@ -106,6 +118,7 @@ class StrataWriter(StorageWriter):
         overwrite: bool = True,
         run_root: str | os.PathLike[str] | None = None,
         world_size: int | None = None,
+        overlap: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         super().__init__()
         self._config = resolve_config(config, storage_options)
@@ -115,6 +128,8 @@ class StrataWriter(StorageWriter):
         self._world_size = world_size
         self._run_root = run_root
         self._run_root_store()
+        self._overlap = check_optimizers(overlap)
+        self._staged: Lease | None = None
         self._place: str | os.PathLike[str] = path
         self._opened: _native.Store | None = None
         self._begin_anew()
@@ -130,7 +145,7 @@ class StrataWriter(StorageWriter):
         self._stats: SaveStats | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_base": None, "_opened": None}
+        return {**self.__dict__, "_base": None, "_opened": None, "_staged": None, "_overlap": ()}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -165,6 +180,8 @@ class StrataWriter(StorageWriter):
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
         self._base = None
+        if self._staged is not None:
+            self._staged.runs_in(threading.current_thread())
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Look at the place before anything is written: on the planning rank, or on each without collectives.
@@ -199,7 +216,10 @@ class StrataWriter(StorageWriter):
         self._spent = True
         rank = plan.storage_data if self._rank is None else self._rank
         items = resolve_items(plan.items, planner)
-        record = _native.write_items(self._store(), items, rank=rank, save_id=self._save_id)
+        try:
+            record = _native.write_items(self._store(), items, rank=rank, save_id=self._save_id)
+        finally:
+            arena().release(address for _, _, _, _, device, address, *_ in items if device == HOST)
         written = _native.record_bytes(record)
         self._stats = SaveStats(save_id=self._save_id, written_bytes=written, write_seconds=time.monotonic() - started)
         # One compact result a rank: DCP only carries it to `finish`.
@@ -256,24 +276,38 @@ class StrataWriter(StorageWriter):
         self._base = None
         self._note(done, time.monotonic() - started)
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state on the host, for ``dcp.async_save``; complete when it returns.
+    def stage(self, state_dict: dict[str, Any]) -> StagedState | StagedFuture:
+        """A copy of the state on the host, for ``dcp.async_save``; complete when it returns, unless ``overlap`` is set.
+
+        It serves one save: when that has written it, its memory goes to a later one.
 
         Raises:
-            CheckpointError: If a value cannot be copied, naming it.
+            CheckpointError: If a value cannot be copied, naming it; if ``max_staging_bytes`` are less than the state,
+                or in use for longer than ``deadline``.
         """
-        return snapshot(state_dict)  # type: ignore[no-any-return]
+        forget_dead_process()
+        settings: dict[str, Any] = {"config": self._config, "user": f"the save to {os.fspath(self._place)}"}
+        staged: StagedState | StagedFuture
+        if self._overlap:
+            staged = snapshot_behind_training(state_dict, self._overlap, **settings)
+        else:
+            staged = snapshot(state_dict, **settings)
+        staged.lease.is_for_one_save = True
+        # Of two saves in flight it could not be told which one begins.
+        self._staged = staged.lease if self._staged is None or self._staged.is_released else None
+        return staged
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: the copy is complete when `stage` returns."""
+        """False: what is not copied when `stage` returns is waited for before the optimizer's step."""
         return self._synchronize_after_execute
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Give memory for staging that no save of this process uses back to the system: after the last save."""
+        arena().trim()
 
     @property
     def _commits(self) -> bool:

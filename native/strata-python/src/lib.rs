@@ -5,6 +5,7 @@ mod checkpoint;
 mod errors;
 mod runtime;
 mod save;
+mod staging;
 mod store;
 mod together;
 
@@ -21,6 +22,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("TORCH_SAVE", strata_checkpoint::item::Kind::TorchSave.code())?;
     module.add_class::<store::Store>()?;
     save::register(module)?;
+    staging::register(module)?;
     checkpoint::register(module)?;
     together::register(module)
 }
