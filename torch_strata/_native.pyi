@@ -30,6 +30,7 @@ __all__ = [
     "is_inside",
     "memory_file",
     "open_base",
+    "populate",
     "record_bytes",
     "release_ended",
     "start_copy",
@@ -187,6 +188,9 @@ def memory_file(bytes: int) -> int | None:
     Raises:
         OSError: If the system does not promise that much memory.
     """
+
+def populate(address: int, bytes: int, owner: Any) -> None:
+    """Make whole pages of memory present, which is far faster than page by page when they are first written."""
 
 def release_ended() -> None:
     """Let go of objects whose memory was lent to operations that have ended since."""

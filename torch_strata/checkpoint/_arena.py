@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch_strata import _native
 from torch_strata.errors import CheckpointError
 
-__all__ = ["Arena", "ArenaStats", "Lease", "arena"]
+__all__ = ["Arena", "ArenaStats", "Lease", "arena", "forget_frames"]
 
 _logger = logging.getLogger(__name__)
 
@@ -155,6 +156,14 @@ class Arena:
         return ", ".join(sorted({slot.user for slot in list(self._slots) if slot.lease is not None}))
 
 
+def forget_frames(error: BaseException) -> None:
+    """Let go of the variables of calls that have ended with `error`: whoever keeps it would keep a staged state."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__
+
+
 _arenas: dict[int, Arena] = {}
 
 
@@ -249,6 +258,7 @@ class _Slot:
         self.num_bytes = num_bytes
         self.storage = _new_storage(num_bytes)
         self.address = self.storage.data_ptr()
+        _native.populate(self.address, num_bytes, self.storage)
         self.user = ""
         self.lease: Lease | None = None
         self._lock: _native.PageLock | None = None

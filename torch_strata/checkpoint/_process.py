@@ -1,6 +1,8 @@
 """The process that saves for `dcp.async_save` in its process mode: torch keeps one for good, also when it has died."""
 
 import logging
+import os
+import socket
 import sys
 from typing import Any
 
@@ -15,6 +17,9 @@ _logger = logging.getLogger(__name__)
 # Where torch 2.11 to 2.15 keep it. Only looked up: who never saves in a process does not load it.
 _MODULE = "torch.distributed.checkpoint._async_process_executor"
 
+# A process that dies closes its pipe first, and can be waited for a little later.
+_DYING_SECONDS = 5
+
 
 def forget_dead_process() -> None:
     """If the process has died, let torch start another one: torch itself would fail every later save of the job.
@@ -24,8 +29,9 @@ def forget_dead_process() -> None:
             call `forget_process` on every rank.
     """
     process = _process()
-    if process is None or process._save_process.is_alive():
+    if process is None or (process._save_process.is_alive() and not _has_hung_up(process._process_pipe)):
         return
+    process._save_process.join(_DYING_SECONDS)
     exit_code = process._save_process.exitcode
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise CheckpointError(
@@ -48,3 +54,14 @@ def forget_process() -> None:
 
 def _process() -> Any:
     return getattr(sys.modules.get(_MODULE), "_CHECKPOINT_PROCESS", None)
+
+
+def _has_hung_up(pipe: Any) -> bool:
+    """Whether nobody is at the other end, found out without taking an answer that waits to be read."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        try:
+            return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True

@@ -179,6 +179,7 @@ class _Staging:
         self._clones: dict[Any, torch.Tensor] = {}
         self._num_bytes = 0
         self._place(state)
+        wait_for_kernels({piece.device for piece in self._pieces})
         self._lease = arena().take(
             self._num_bytes,
             budget_bytes=config.max_staging_bytes,
@@ -234,19 +235,17 @@ class _Staging:
             offset = -(-self._num_bytes // align) * align
             piece = self._by_memory[memory] = _Piece(tensor, offset)
             self._num_bytes = offset + piece.num_bytes
-            dense = tensor.is_contiguous() or is_dense(tuple(shape), strides)
-            if dense and not is_view and is_reachable(tensor):
-                piece.strides = strides
+            if is_reachable(tensor):
                 piece.device = device_number(tensor)
-                piece.later = bool(self._later) and tensor.untyped_storage()._cdata in self._later
+                if not is_view and (tensor.is_contiguous() or is_dense(tuple(shape), strides)):
+                    piece.strides = strides
+                    piece.later = bool(self._later) and tensor.untyped_storage()._cdata in self._later
             self._pieces.append(piece)
         self._by_tensor[id(tensor)] = piece
 
     def _copy(self, *, later: bool) -> _native.Copy:
         chosen = [piece for piece in self._pieces if piece.strides is not None and piece.later is later]
-        devices = {piece.device for piece in chosen} - {HOST}
-        wait_for_kernels(devices)
-        for device in devices:
+        for device in {piece.device for piece in chosen} - {HOST}:
             self._lease.lock_pages(device)
         start = self._lease.address
         return _native.start_copy(

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_strata import _native
-from torch_strata.checkpoint._arena import Lease, arena
+from torch_strata.checkpoint._arena import Lease, arena, forget_frames
 from torch_strata.checkpoint._gc import gc_paused
-from torch_strata.checkpoint._items import resolve_items
+from torch_strata.checkpoint._items import NativeItem, resolve_items
 from torch_strata.checkpoint._metadata import entries_of, read_metadata, stock_pickle
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
 from torch_strata.checkpoint._planner_data import encode_planner_data
@@ -215,11 +215,16 @@ class StrataWriter(StorageWriter):
         started = time.monotonic()
         self._spent = True
         rank = plan.storage_data if self._rank is None else self._rank
-        items = resolve_items(plan.items, planner)
+        items: list[NativeItem] = []
         try:
+            items += resolve_items(plan.items, planner)
             record = _native.write_items(self._store(), items, rank=rank, save_id=self._save_id)
+        except BaseException as error:
+            forget_frames(error)
+            raise
         finally:
             arena().release(address for _, _, _, _, device, address, *_ in items if device == HOST)
+            items.clear()  # an error's traceback holds this frame
         written = _native.record_bytes(record)
         self._stats = SaveStats(save_id=self._save_id, written_bytes=written, write_seconds=time.monotonic() - started)
         # One compact result a rank: DCP only carries it to `finish`.

@@ -9,9 +9,11 @@ use strata_io::lent::LentMut;
 
 use crate::{DeviceMemory, Result};
 
-/// What one thread copies at a time: small enough that all end together, large enough that the system's memcpy
-/// writes past the caches (benchmarks/staging.py).
+/// What one thread copies at a time: small enough that all threads end together.
 const PIECE_BYTES: usize = 4 << 20;
+
+/// Pieces from here on are written past the caches, which the system's memcpy does only from some MiB on.
+const STREAMED_BYTES: usize = 64 << 10;
 
 /// Copies that are to be made, each to memory of its own.
 #[derive(Debug, Default)]
@@ -51,7 +53,11 @@ impl Copies {
         let next = || pieces.lock().expect("no panic while held").next();
         let copy_host = || {
             while let Some((source, mut target)) = next() {
-                target.as_mut_slice().copy_from_slice(&source);
+                if source.len() < STREAMED_BYTES {
+                    target.as_mut_slice().copy_from_slice(&source);
+                } else {
+                    target.stream_from(&source);
+                }
             }
         };
         thread::scope(|scope| {

@@ -18,4 +18,4 @@ pub use cuda::cuda;
 pub use driver::{Device, Driver, Error, Result};
 pub use memory::DeviceMemory;
 pub use pinned::{PageLocked, PinnedBuffer};
-pub use shared::memory_file;
+pub use shared::{memory_file, populate};

@@ -2,6 +2,10 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Mutex;
+use std::thread;
+
+use strata_io::lent::LentMut;
 
 /// A file without a name that is `bytes` of memory, taken from the system as it is written. None where the system has
 /// no such files.
@@ -23,6 +27,30 @@ pub fn memory_file(bytes: u64) -> io::Result<Option<OwnedFd>> {
 #[cfg(not(target_os = "linux"))]
 pub fn memory_file(_bytes: u64) -> io::Result<Option<OwnedFd>> {
     Ok(None)
+}
+
+/// What one thread makes present at a time.
+const POPULATED_BYTES: usize = 64 << 20;
+
+/// Makes all pages of `memory` present, with `threads` threads. Blocks. Whole pages.
+pub fn populate(mut memory: LentMut, threads: usize) {
+    let mut parts = Vec::new();
+    while memory.len() > POPULATED_BYTES {
+        parts.push(memory.split_to(POPULATED_BYTES));
+    }
+    parts.push(memory);
+    let threads = threads.min(parts.len());
+    let parts = Mutex::new(parts);
+    let next = || parts.lock().expect("no panic while held").pop();
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(mut part) = next() {
+                    part.populate();
+                }
+            });
+        }
+    });
 }
 
 #[cfg(all(test, target_os = "linux"))]

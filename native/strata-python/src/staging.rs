@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use std::thread::available_parallelism;
 
 use pyo3::prelude::*;
-use strata_device::{Copies, PageLocked, memory_file as new_file};
+use strata_device::{Copies, PageLocked, memory_file as new_file, populate as make_present};
 use tokio::sync::watch;
 
 use crate::buffers::{Owners, bury, device, lend_buffer, lend_device, lend_memory};
@@ -20,6 +20,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Copy>()?;
     module.add_class::<PageLock>()?;
     module.add_function(wrap_pyfunction!(memory_file, module)?)?;
+    module.add_function(wrap_pyfunction!(populate, module)?)?;
     module.add_function(wrap_pyfunction!(release_ended, module)?)?;
     module.add_function(wrap_pyfunction!(start_copy, module)?)
 }
@@ -27,6 +28,18 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 fn memory_file(py: Python<'_>, bytes: u64) -> PyResult<Option<i32>> {
     Ok(py.detach(|| new_file(bytes))?.map(IntoRawFd::into_raw_fd))
+}
+
+#[pyfunction]
+fn populate(py: Python<'_>, address: usize, bytes: usize, owner: Bound<'_, PyAny>) {
+    let memory = lend_buffer(address, bytes, &Owners::of(owner));
+    py.detach(|| make_present(memory, num_threads()));
+    bury(py);
+}
+
+/// Threads for work that memory limits.
+fn num_threads() -> usize {
+    available_parallelism().map_or(1, usize::from).min(MOST_THREADS)
 }
 
 #[pyfunction]
@@ -96,9 +109,8 @@ fn start_copy(pieces: Vec<RawCopy>, owner: Bound<'_, PyAny>) -> PyResult<Copy> {
         }
     }
     drop(lease);
-    let threads = available_parallelism().map_or(1, usize::from).min(MOST_THREADS);
     let (sender, outcome) = watch::channel(None);
     // Whoever waited is gone if nobody receives; the lease ends with the copy all the same.
-    runtime()?.spawn_blocking(move || sender.send(Some(copies.run(threads))));
+    runtime()?.spawn_blocking(move || sender.send(Some(copies.run(num_threads()))));
     Ok(Copy { outcome })
 }
