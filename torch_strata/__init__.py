@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from torch_strata.checkpoint.planner import StrataLoadPlanner
     from torch_strata.checkpoint.reader import ReadStats, StrataReader
     from torch_strata.checkpoint.save_planner import StrataSavePlanner
+    from torch_strata.checkpoint.save_stats import SaveStats
     from torch_strata.checkpoint.verify import VerifyReport, verify
-    from torch_strata.checkpoint.writer import SaveStats, StrataWriter
+    from torch_strata.checkpoint.writer import StrataWriter
     from torch_strata.config import StorageConfig
     from torch_strata.errors import (
         CheckpointError,
@@ -76,7 +77,7 @@ _HOMES = {
     "ReadStats": "checkpoint.reader",
     "SaveHandle": "checkpoint.handle",
     "SaveProgress": "checkpoint.handle",
-    "SaveStats": "checkpoint.writer",
+    "SaveStats": "checkpoint.save_stats",
     "StorageConfig": "config",
     "StrataLoadPlanner": "checkpoint.planner",
     "StrataReader": "checkpoint.reader",

@@ -34,6 +34,7 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "fsync": _flag,
     "direct_io": _flag,
     "max_tries": int,
+    "max_staging_bytes": int,
     "deadline": _seconds,
 }
 
@@ -53,6 +54,9 @@ class StorageConfig:
         direct_io: Whether large local transfers bypass the page cache where alignment allows.
         max_tries: Tries of one request, the first included; 1 to 100.
         deadline: Time for one operation with all its tries, waits for a busy store included; more than 0.
+        max_staging_bytes: Memory that the staged states of asynchronous saves may take in this process, all together,
+            in bytes; a save that finds it in use waits, ``deadline`` at the longest. None: two states at a time,
+            whatever their size.
         storage_options: The store's own settings, such as ``endpoint`` or ``region``.
 
     Raises:
@@ -66,6 +70,7 @@ class StorageConfig:
     direct_io: bool = True
     max_tries: int = 8
     deadline: timedelta = timedelta(minutes=10)
+    max_staging_bytes: int | None = None
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold credentials
 
     def __post_init__(self) -> None:
@@ -73,6 +78,8 @@ class StorageConfig:
         self._check_int("max_in_flight_bytes", self.part_bytes, 1 << 50)
         self._check_int("max_concurrency", 1, 1024)
         self._check_int("max_tries", 1, 100)
+        if self.max_staging_bytes is not None:
+            self._check_int("max_staging_bytes", 1, 1 << 50)
         for name in ("fsync", "direct_io"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"StorageConfig.{name}: expected a bool, found {getattr(self, name)!r}")

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.checkpoint.states import DTYPES, SHAPES, AnyDtypePlanner, load, random_bits, same_bits, save
 from torch_strata import StorageConfig, StrataWriter, verify
+from torch_strata.checkpoint.staging import arena_stats, snapshot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -110,6 +111,65 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path):
     expected = copy.deepcopy(state["w"]).cpu()
     state["w"].zero_()
     assert same_bits(staged["w"], expected)
+
+
+def test_staging_from_a_gpu_has_every_bit_and_waits_for_kernels():
+    state = of_every_dtype() | of_every_layout()
+    expected = on_host(state)
+    late = torch.zeros(16 * MIB, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(500_000_000)  # cycles: about a quarter of a second
+        late.fill_(3.0)
+    for _ in range(2):  # into fresh memory, then into kept memory
+        staged = snapshot({**state, "late": late})
+        assert wrong_keys(staged, expected) == []
+        assert bool((staged["late"] == 3.0).all())
+        del staged
+
+
+def test_memory_for_states_of_a_gpu_is_page_locked_and_kept():
+    state = {"w": large(64 * MIB, 5)}
+    first = snapshot(state)
+    address = first["w"].data_ptr()
+    assert first["w"].is_pinned()
+    del first
+    assert snapshot(state)["w"].data_ptr() == address
+
+
+def test_page_locked_memory_is_given_back():
+    writer = StrataWriter("unused")
+    for elements in (8 * MIB, 32 * MIB, 64 * MIB):  # each too large for the slot before
+        snapshot({"w": large(elements, 6)})
+        assert arena_stats().slots == 1
+    writer.close()
+    assert arena_stats().slot_bytes == 0
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overlapped_copy_from_a_gpu_has_the_bits_from_before_the_step(tmp_path, fused):
+    model = torch.nn.Linear(4096, 4096, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+
+    def backward() -> None:
+        model(torch.randn(64, 4096, device="cuda")).square().mean().backward()
+
+    backward()
+    optimizer.step()
+    expected = on_host(model.state_dict())
+    for step in range(3):
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        writer = StrataWriter(tmp_path / str(step), overlap=optimizer)
+        response = dcp.async_save(state, storage_writer=writer, no_dist=True)
+        expected = on_host({key: value.clone() for key, value in model.state_dict().items()})
+        backward()
+        optimizer.step()
+        response.upload_completion.result(60)
+        out = {"model": other_values(expected, "cpu")}
+        load(out, tmp_path / str(step))
+        assert wrong_keys(out["model"], expected) == []
+    assert wrong_keys(model.state_dict(), expected) != []
 
 
 def peak_resident_bytes() -> int:

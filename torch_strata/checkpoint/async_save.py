@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_strata import _native
 from torch_strata.checkpoint._board import PLANNING_RANK, Beats, Board, Failure
 from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint.handle import SaveHandle
-from torch_strata.checkpoint.writer import SaveStats, StrataWriter
+from torch_strata.checkpoint.save_stats import SaveStats
+from torch_strata.checkpoint.writer import StrataWriter
 from torch_strata.errors import CheckpointError, ConfigError, CoordinationError
 
 __all__ = ["async_save"]
@@ -91,13 +93,13 @@ def async_save(
     process.beats.start(board, part.give_up)
     try:
         process.raise_unseen()
-        staged = writer.stage(_plain(state_dict))
+        staged = writer.copy_state(_plain(state_dict))
     except BaseException as error:
         # The others are in this save already, or will be, and learn of it there.
         part.end_by(error)
         process.beats.stop(board)
         raise
-    future = process.executor.submit(_run, process, part, [staged], on_failure)
+    future = process.executor.submit(_run, process, part, staged, on_failure)
     handle = SaveHandle(place, future, transfer, timedelta(seconds=time.monotonic() - started))
     process.last = handle if on_failure == "raise" else None
     return handle
@@ -117,8 +119,10 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
 
 
-def _run(process: "_Process", part: "_Part", staged: list[Any], on_failure: OnFailure) -> SaveStats | None:
-    """The background's part. Holds the copy in a list that it empties, so that no frame keeps it."""
+def _run(
+    process: "_Process", part: "_Part", staged: StagedState | StagedFuture, on_failure: OnFailure
+) -> SaveStats | None:
+    """The background's part."""
     try:
         return part.save(staged)
     except BaseException as error:
@@ -130,7 +134,7 @@ def _run(process: "_Process", part: "_Part", staged: list[Any], on_failure: OnFa
             return None
         raise
     finally:
-        staged.clear()
+        staged.lease.release()  # whoever keeps the planner, or an error's traceback, keeps no memory
         process.beats.stop(part.board)
 
 
@@ -153,7 +157,7 @@ class _Part:
     def plans(self) -> bool:
         return self.board.rank == PLANNING_RANK
 
-    def save(self, staged: list[Any]) -> SaveStats:
+    def save(self, staged: StagedState | StagedFuture) -> SaveStats:
         """Take part from the plan to the end.
 
         Raises:
@@ -207,9 +211,10 @@ class _Part:
             self.board.end(Failure(first.rank, first.cause, in_commit=self.may_be_committed))
         return first
 
-    def _save(self, staged: list[Any]) -> None:
+    def _save(self, staged: StagedState | StagedFuture) -> None:
         board = self.board
-        board.post("plan", (os.fspath(self.place), self._local_plan(staged[0])))
+        state = staged.result() if isinstance(staged, StagedFuture) else staged
+        board.post("plan", (os.fspath(self.place), self._local_plan(state)))
         if self.plans:
             for rank, plan in enumerate(self._global_plan(board.gather("plan"))):
                 board.post("assigned", plan, rank=rank)

@@ -6,32 +6,45 @@ rank has committed; a failed save leaves the checkpoint that was there.
 
 import logging
 import os
+import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_strata import _native
+from torch_strata.checkpoint._arena import Lease, arena, forget_frames
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
-from torch_strata.checkpoint._items import resolve_items
+from torch_strata.checkpoint._items import NativeItem, resolve_items
 from torch_strata.checkpoint._lazy_state import PlannedMetadata
 from torch_strata.checkpoint._metadata import DCP_VERSION, entries_of, read_metadata
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
 from torch_strata.checkpoint._planner_data import encode_planner_data
 from torch_strata.checkpoint._safetensors import holds_safetensors
+from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._stock_pickle import Placed, stock_pickle
 from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
+from torch_strata.checkpoint._tensors import HOST
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.planning import compact
-from torch_strata.checkpoint.staging import snapshot
+from torch_strata.checkpoint.save_stats import SaveStats
+from torch_strata.checkpoint.staging import (
+    check_optimizers,
+    forget_dead_process,
+    snapshot,
+    snapshot_behind_training,
+    takes_turn,
+    wait_for_turn,
+)
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptionError, StorageError
 
@@ -47,40 +60,6 @@ _logger = logging.getLogger(__name__)
 _claimed: dict[tuple[int, str], int] = {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveStats:
-    """What the last save did, as far as this rank knows.
-
-    Attributes:
-        save_id: Identity of the save.
-        written_bytes: Bytes that this rank wrote.
-        write_seconds: Time this rank needed to write them, in seconds.
-        committed: Whether this rank committed (the planning rank, or any rank without collectives); the fields below
-            are 0 elsewhere.
-        number: Number of the manifest.
-        objects: Objects of the checkpoint.
-        items: Tensor chunks and values of the checkpoint.
-        payload_bytes: Bytes of all payloads of the checkpoint.
-        collected: Superseded objects removed.
-        commit_seconds: Time for the commit, in seconds.
-        fenced: Whether the store refuses a second writer of the same manifest.
-        warnings: What the user should know.
-    """
-
-    save_id: str
-    written_bytes: int = 0
-    write_seconds: float = 0.0
-    committed: bool = False
-    number: int = 0
-    objects: int = 0
-    items: int = 0
-    payload_bytes: int = 0
-    collected: int = 0
-    commit_seconds: float = 0.0
-    fenced: bool = False
-    warnings: tuple[str, ...] = ()
-
-
 class StrataWriter(StorageWriter):
     """Saves to a local path or a URL.
 
@@ -93,6 +72,8 @@ class StrataWriter(StorageWriter):
             process's first save, and a run that was replaced by a newer one cannot commit any more.
         world_size: Ranks that save together with ``use_collectives=False``, where DCP does not tell; the default
             group's if not given.
+        overlap: One optimizer or several: ``dcp.async_save`` then returns before what only their ``step`` changes is
+            copied; the next ``step`` waits for it. It returns an ``AsyncSaveResponse``.
 
     Pass it to ``dcp.save(state, storage_writer=...)`` on every rank. Also an AsyncStager: ``dcp.async_save`` copies
     the state with it before training goes on. Can be pickled; what is open is not carried along.
@@ -104,7 +85,7 @@ class StrataWriter(StorageWriter):
         ConfigError: If the place or a setting cannot be used.
     """
 
-    # AsyncStager: `stage` returns when the copy is complete.
+    # AsyncStager: nobody needs to wait after `stage`; with `overlap` the optimizer does.
     _synchronize_after_execute: bool = False
 
     def __init__(
@@ -116,6 +97,7 @@ class StrataWriter(StorageWriter):
         overwrite: bool = True,
         run_root: str | os.PathLike[str] | None = None,
         world_size: int | None = None,
+        overlap: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         super().__init__()
         self._config = resolve_config(config, storage_options)
@@ -125,6 +107,8 @@ class StrataWriter(StorageWriter):
         self._world_size = world_size
         self._run_root = run_root
         self._run_root_store()
+        self._overlap = check_optimizers(overlap)
+        self._staged: Lease | None = None
         self._place: str | os.PathLike[str] = path
         self._check_run_root()
         self._opened: _native.Store | None = None
@@ -144,7 +128,7 @@ class StrataWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         held = None if self._run_root is None else _claimed.get(self._claim_key(self._run_root))
-        unopened = {"_base": None, "_opened": None, "transfer": None}
+        unopened = {"_base": None, "_opened": None, "transfer": None, "_staged": None, "_overlap": ()}
         return {**self.__dict__, **unopened, "_held": held, "_home": os.getpid()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -200,6 +184,8 @@ class StrataWriter(StorageWriter):
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
         self._base = None
+        if self._staged is not None:
+            self._staged.runs_in(threading.current_thread())
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Look at the place before anything is written: on the planning rank, or on each without collectives.
@@ -231,8 +217,16 @@ class StrataWriter(StorageWriter):
         started = time.monotonic()
         self._spent = True
         rank = plan.storage_data if self._rank is None else self._rank
-        items = resolve_items(plan.items, planner)
-        record = _native.write_items(self._store(), items, rank=rank, save_id=self._save_id, transfer=self.transfer)
+        items: list[NativeItem] = []
+        try:
+            items += resolve_items(plan.items, planner)
+            record = _native.write_items(self._store(), items, rank=rank, save_id=self._save_id, transfer=self.transfer)
+        except BaseException as error:
+            forget_frames(error)
+            raise
+        finally:
+            arena().release(address for _, _, _, _, device, address, *_ in items if device == HOST)
+            items.clear()  # an error's traceback holds this frame
         written = _native.record_bytes(record)
         self._stats = SaveStats(save_id=self._save_id, written_bytes=written, write_seconds=time.monotonic() - started)
         # One compact result a rank: DCP only carries it to `finish`.
@@ -291,24 +285,52 @@ class StrataWriter(StorageWriter):
             metadata.as_stock = False  # what stock reads is written; DCP sends this one to all ranks
         self._note(done, time.monotonic() - started)
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state on the host, for ``dcp.async_save``; complete when it returns.
+    def stage(self, state_dict: dict[str, Any]) -> StagedState | StagedFuture:
+        """A copy of the state on the host, for ``dcp.async_save``; complete when it returns, unless ``overlap`` is set.
+
+        Waits for DCP's save in the background before it. The copy serves one save: when that has written it, its memory
+        goes to a later one.
 
         Raises:
-            CheckpointError: If a value cannot be copied, naming it.
+            CheckpointError: If a value cannot be copied, naming it; if ``max_staging_bytes`` are less than the state,
+                or in use for longer than ``deadline``.
         """
-        return snapshot(state_dict)  # type: ignore[no-any-return]
+        forget_dead_process()
+        wait_for_turn(user=self._user, deadline_seconds=self._config.deadline.total_seconds())
+        staged = self.copy_state(state_dict)
+        self._staged = staged.lease
+        takes_turn(staged.lease)
+        return staged
+
+    def copy_state(self, state_dict: dict[str, Any]) -> StagedState | StagedFuture:
+        """As `stage`, whatever else is in flight.
+
+        Raises:
+            CheckpointError: As `stage`.
+        """
+        staged: StagedState | StagedFuture
+        if self._overlap:
+            staged = snapshot_behind_training(state_dict, self._overlap, config=self._config, user=self._user)
+        else:
+            staged = snapshot(state_dict, config=self._config, user=self._user)
+        staged.lease.is_for_one_save = True
+        return staged
+
+    @property
+    def _user(self) -> str:
+        return f"the save to {os.fspath(self._place)}"
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: the copy is complete when `stage` returns."""
+        """False: what is not copied when `stage` returns is waited for before the optimizer's step."""
         return self._synchronize_after_execute
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Give memory for staging that no save of this process uses back to the system: after the last save."""
+        arena().trim()
 
     def discard(self) -> None:
         """Remove what this save has written, which nobody may commit any more. What cannot be removed is logged."""

@@ -104,6 +104,23 @@ impl LentMut {
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
     }
 
+    /// Writes `source`, which is as long, past the caches: of memory that nobody reads soon, no line is fetched before
+    /// it is overwritten.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn stream_from(&mut self, source: &[u8]) {
+        assert_eq!(self.len, source.len());
+        stream(source, self.as_mut_slice());
+    }
+
+    /// Makes all pages present, at a fifth of what it costs to do so one by one as they are written. Whole pages.
+    pub fn populate(&mut self) {
+        #[cfg(target_os = "linux")]
+        // SAFETY: the memory is ours, and its content stays. A system that cannot do it does it one by one, later.
+        let _ = unsafe { rustix::mm::madvise(self.ptr.cast(), self.len, rustix::mm::Advice::LinuxPopulateWrite) };
+    }
+
     /// Splits off the first `at` bytes.
     ///
     /// # Panics
@@ -130,6 +147,48 @@ impl LentMut {
     pub unsafe fn alias(&self) -> Self {
         Self { ptr: self.ptr, len: self.len, lease: self.lease.clone() }
     }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn stream(source: &[u8], target: &mut [u8]) {
+    use std::arch::x86_64::{__m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128};
+    const WORD: usize = size_of::<__m128i>();
+    const LINE: usize = 64;
+    const PAGE: usize = 4096;
+    // SAFETY: any bytes are a valid __m128i.
+    let (head, words, tail) = unsafe { target.align_to_mut::<__m128i>() };
+    let (head_source, rest) = source.split_at(head.len());
+    let (from, tail_source) = rest.split_at(size_of_val(words));
+    head.copy_from_slice(head_source);
+    tail.copy_from_slice(tail_source);
+    let put = |word: &mut __m128i, bytes: &[u8]| {
+        debug_assert_eq!(bytes.len(), WORD);
+        // SAFETY: `word` is aligned, `bytes` is as long.
+        unsafe { _mm_stream_si128(word, _mm_loadu_si128(bytes.as_ptr().cast())) }
+    };
+    // Two pages at a time, for memory answers two streams sooner than one (as glibc's large copies do).
+    let mut pairs = words.chunks_exact_mut(2 * PAGE / WORD);
+    let mut from_pairs = from.chunks_exact(2 * PAGE);
+    for (pair, from_pair) in pairs.by_ref().zip(from_pairs.by_ref()) {
+        let (first, second) = pair.split_at_mut(PAGE / WORD);
+        let lines = first.chunks_exact_mut(LINE / WORD).zip(second.chunks_exact_mut(LINE / WORD));
+        for (at, (one, other)) in (0..PAGE).step_by(LINE).zip(lines) {
+            for (line, at) in [(one, at), (other, PAGE + at)] {
+                // SAFETY: a hint, which may name any address.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(from_pair.as_ptr().wrapping_add(2 * PAGE + at).cast()) };
+                line.iter_mut().zip(from_pair[at..at + LINE].chunks_exact(WORD)).for_each(|(word, b)| put(word, b));
+            }
+        }
+    }
+    let rest = pairs.into_remainder().iter_mut().zip(from_pairs.remainder().chunks_exact(WORD));
+    rest.for_each(|(word, bytes)| put(word, bytes));
+    // SAFETY: every x86_64 has it. Streamed stores are seen by other threads in order only with this.
+    unsafe { _mm_sfence() };
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn stream(source: &[u8], target: &mut [u8]) {
+    target.copy_from_slice(source);
 }
 
 /// The lender's end of [`LentMut::on_loan`]: what it lent, to be had back.
@@ -183,5 +242,32 @@ impl Drop for AlignedBuffer {
     fn drop(&mut self) {
         // SAFETY: allocated with this layout.
         unsafe { std::alloc::dealloc(self.ptr, self.layout) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_made_present_hold_what_they_held() {
+        let mut memory = LentMut::owned(3 << 20);
+        memory.as_mut_slice()[5000] = 7;
+        memory.populate();
+        assert_eq!((memory.as_slice()[5000], memory.as_slice()[2 << 20]), (7, 0));
+    }
+
+    #[test]
+    fn streamed_bytes_arrive_from_and_at_any_address() {
+        let source: Vec<u8> = (0..30_000_usize).map(|i| (i * 31 + i / 251) as u8).collect();
+        for (from, at, bytes) in [(0, 0, 24576), (1, 0, 16384), (0, 3, 8192), (5, 7, 20321), (2, 9, 5), (0, 0, 0)] {
+            let (mut memory, loan) = LentMut::on_loan(30_000);
+            let _before = memory.split_to(at);
+            memory.split_to(bytes).stream_from(&source[from..from + bytes]);
+            drop((_before, memory));
+            let found = loan.reclaim().unwrap();
+            assert_eq!(&found.as_slice()[at..at + bytes], &source[from..from + bytes]);
+            assert!(found.as_slice()[..at].iter().chain(&found.as_slice()[at + bytes..]).all(|byte| *byte == 0));
+        }
     }
 }

@@ -40,6 +40,11 @@ pub(crate) fn bury(_py: Python<'_>) {
 }
 
 impl Owners {
+    /// The lease on one object.
+    pub fn of(object: Bound<'_, PyAny>) -> Lease {
+        Self { objects: vec![object.unbind()], buffers: vec![] }.lease()
+    }
+
     /// Keeps a tensor alive.
     pub fn keep(&mut self, object: Bound<'_, PyAny>) {
         self.objects.push(object.unbind());
@@ -68,16 +73,21 @@ pub(crate) fn lend_memory(address: usize, bytes: usize, lease: &Lease) -> Bytes 
     unsafe { lend(address as *const u8, bytes, lease.clone()) }
 }
 
+/// The CUDA device `ordinal`.
+pub(crate) fn device(ordinal: u32) -> Result<Device> {
+    Ok(Device { driver: strata_device::cuda()?, ordinal })
+}
+
 /// `bytes` of memory at `address` of the CUDA device `ordinal`, owned by something under `lease`.
 pub(crate) fn lend_device(ordinal: u32, address: usize, bytes: usize, lease: &Lease) -> Result<DeviceMemory> {
-    let device = Device { driver: strata_device::cuda()?, ordinal };
     // SAFETY: as above, with a tensor of that device.
-    Ok(unsafe { DeviceMemory::lend(device, address as u64, bytes as u64, lease.clone()) })
+    Ok(unsafe { DeviceMemory::lend(device(ordinal)?, address as u64, bytes as u64, lease.clone()) })
 }
 
 /// `bytes` of memory at `address` to be written, owned by something under `lease`.
 pub(crate) fn lend_buffer(address: usize, bytes: usize, lease: &Lease) -> LentMut {
-    // SAFETY: as above; Python touches it only between the calls of `_native.Round`.
+    // SAFETY: as above; Python touches it only between the calls of `_native.Round`, and after a `_native.Copy` has
+    // ended.
     unsafe { LentMut::new(address as *mut u8, bytes, lease.clone()) }
 }
 
@@ -92,7 +102,6 @@ pub(crate) fn destination(
         // SAFETY: as above; the caller's tensor has the shape and strides that `copy` was made from.
         return Ok(unsafe { Destination::new(address as *mut u8, copy, lease.clone()) });
     };
-    let device = Device { driver: strata_device::cuda()?, ordinal };
     // SAFETY: as above, with a tensor of that device.
-    Ok(unsafe { Destination::on_device(device, address as u64, copy, lease.clone()) })
+    Ok(unsafe { Destination::on_device(device(ordinal)?, address as u64, copy, lease.clone()) })
 }

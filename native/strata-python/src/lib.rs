@@ -5,6 +5,7 @@ mod checkpoint;
 mod errors;
 mod runtime;
 mod save;
+mod staging;
 mod store;
 mod together;
 mod upload;
@@ -23,6 +24,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<store::Store>()?;
     module.add_class::<upload::Upload>()?;
     save::register(module)?;
+    staging::register(module)?;
     checkpoint::register(module)?;
     together::register(module)
 }

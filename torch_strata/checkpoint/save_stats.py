@@ -1,0 +1,39 @@
+"""What a save did, as far as one rank knows. Imports nothing."""
+
+from dataclasses import dataclass
+
+__all__ = ["SaveStats"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveStats:
+    """What the last save did, as far as this rank knows.
+
+    Attributes:
+        save_id: Identity of the save.
+        written_bytes: Bytes that this rank wrote.
+        write_seconds: Time this rank needed to write them, in seconds.
+        committed: Whether this rank committed (the planning rank, or any rank without collectives); the fields below
+            are 0 elsewhere.
+        number: Number of the manifest.
+        objects: Objects of the checkpoint.
+        items: Tensor chunks and values of the checkpoint.
+        payload_bytes: Bytes of all payloads of the checkpoint.
+        collected: Superseded objects removed.
+        commit_seconds: Time for the commit, in seconds.
+        fenced: Whether the store refuses a second writer of the same manifest.
+        warnings: What the user should know.
+    """
+
+    save_id: str
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    committed: bool = False
+    number: int = 0
+    objects: int = 0
+    items: int = 0
+    payload_bytes: int = 0
+    collected: int = 0
+    commit_seconds: float = 0.0
+    fenced: bool = False
+    warnings: tuple[str, ...] = ()
