@@ -13,8 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
+import torch_strata
 from tests.checkpoint.states import DTYPES, SHAPES, AnyDtypePlanner, load, random_bits, same_bits
-from torch_strata import CheckpointError, ConfigError, StorageConfig, StrataWriter
+from torch_strata import CheckpointError, ConfigError, StorageConfig, StrataWriter, verify
 from torch_strata.checkpoint import _arena
 from torch_strata.checkpoint.staging import arena_stats, snapshot
 
@@ -148,23 +149,48 @@ def test_two_saves_in_flight_both_write_the_state_of_their_call(tmp_path):
     planners, futures, state = [Gated(), Gated()], [], full(0.0)
     for i, planner in enumerate(planners):
         state["w"].fill_(float(i + 1))
-        futures.append(async_save(state, tmp_path / str(i), planner=planner))
+        futures.append(torch_strata.async_save(state, checkpoint_id=tmp_path / str(i), planner=planner))
     state["w"].fill_(9.0)
     for planner in reversed(planners):
         planner.gate.set()
     for future in futures:
-        future.result(60)
+        future.result(timedelta(seconds=60))
     assert [found(tmp_path / str(i)) for i in range(2)] == [[1.0], [2.0]]
+
+
+def test_a_second_save_of_dcp_waits_for_the_first(tmp_path, caplog):
+    writer, state = StrataWriter(tmp_path / "c"), full(0.0)
+    first = Gated()
+    saved = dcp.async_save(state, storage_writer=writer, planner=first, no_dist=True)
+    threading.Timer(0.3, first.gate.set).start()
+    with caplog.at_level(logging.WARNING):
+        futures = [dcp.async_save(full(float(i)), storage_writer=writer, no_dist=True) for i in range(1, 4)]
+    assert "waits for the save before it" in caplog.text
+    for future in [saved, *futures]:
+        future.result(60)
+    assert (found(tmp_path / "c"), verify(tmp_path / "c").problems) == ([3.0], ())
+
+
+def test_a_save_of_dcp_that_waits_for_ever_for_the_one_before_fails(tmp_path):
+    config = StorageConfig(deadline=timedelta(seconds=0.2))
+    first = Gated()
+    saved = async_save(full(1.0), tmp_path / "c", planner=first)
+    with pytest.raises(CheckpointError, match=r"waited 0\.2 s for the save before it"):
+        StrataWriter(tmp_path / "c", config=config).stage(full(2.0))
+    first.gate.set()
+    saved.result(60)
+    assert found(tmp_path / "c") == [1.0]
 
 
 def test_a_save_beyond_the_budget_waits_for_one_before_it_and_says_so(tmp_path, caplog):
     config = StorageConfig(max_staging_bytes=6 * MIB)
     first = Gated()
-    saved = async_save(full(1.0), tmp_path / "1", planner=first, config=config)
+    writers = [StrataWriter(tmp_path / name, config=config) for name in "12"]
+    saved = torch_strata.async_save(full(1.0), storage_writer=writers[0], planner=first)
     threading.Timer(0.3, first.gate.set).start()
     with caplog.at_level(logging.WARNING):
-        async_save(full(2.0), tmp_path / "2", config=config).result(60)
-    saved.result(60)
+        torch_strata.async_save(full(2.0), storage_writer=writers[1]).result(timedelta(seconds=60))
+    assert saved.done()
     assert [found(tmp_path / "1"), found(tmp_path / "2")] == [[1.0], [2.0]]
     assert arena_stats().waits == 1
     (said,) = [record.getMessage() for record in caplog.records if "waits for memory" in record.getMessage()]

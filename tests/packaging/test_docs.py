@@ -67,3 +67,11 @@ def test_the_documents_have_snippets_that_run() -> None:
 @pytest.mark.parametrize("snippet", runnable_snippets(), ids=lambda snippet: snippet[0])
 def test_a_snippet_runs(snippet: tuple[str, str], tmp_path: Path) -> None:
     run_python(snippet[1], cwd=tmp_path)
+
+
+def test_every_fault_on_the_faults_page_has_the_test_that_it_names() -> None:
+    rows = [line for line in (REPOSITORY / "docs/guide/faults.md").read_text().splitlines() if line.startswith("| ")]
+    named = [re.findall(r"`(\w+)`", row.rsplit("|", 2)[1]) for row in rows if not row.startswith(("| Fault", "| ---"))]
+    code = "\n".join(path.read_text() for path in committed_files() if path.suffix in {".py", ".rs"})
+    assert all(named) and len(named) > 30
+    assert [name for names in named for name in names if not re.search(rf"(def|fn) {name}\b", code)] == []
