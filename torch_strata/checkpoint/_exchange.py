@@ -72,9 +72,9 @@ class Group:
         return len(self.members), hash(self.members)
 
 
-def world_size() -> int:
-    """Ranks of the default group; 1 without one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def world_size() -> int | None:
+    """Ranks of the default group; None without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
 
 
 def group_fault(identities: Sequence[tuple[int, int] | None]) -> str | None:

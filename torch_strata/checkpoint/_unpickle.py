@@ -66,12 +66,17 @@ def _size(dims: Any = ()) -> tuple[int, ...]:
     return _ints(tuple(dims), "torch.Size")
 
 
-def _encoding(value: Any) -> Any:
+def _encoding(value: Any) -> int:
+    # Of the enumeration's three members; what torch refuses must not pass here.
+    if type(value) is not int or value not in range(3):
+        raise pickle.UnpicklingError(f"expected a memory format from 0 to 2, found {value!r:.200}")
     return value
 
 
 def _layout(name: Any) -> str:
-    return str(name).removeprefix("torch.")
+    if not isinstance(name, str):
+        raise pickle.UnpicklingError(f"expected the name of a layout, found {name!r:.200}")
+    return name.removeprefix("torch.")
 
 
 def _path(*parts: Any) -> str:

@@ -303,8 +303,9 @@ class StrataReader(StorageReader):
 
     def _check_ranks(self, opened: Opened) -> None:
         saved, loading = opened.native.world_size, world_size()
-        # Of what stock's ranks saved on their own nobody knows how many there were: 0.
-        if saved not in (0, loading):
+        # Of what stock's ranks saved on their own nobody knows how many there were: 0. A process without a group may
+        # look at one rank's part.
+        if saved not in (0, loading) and loading is not None:
             raise LayoutMismatchError(
                 f"{opened.where}: {saved} ranks saved here on their own (use_collectives=False), {loading} load: each "
                 "has only its own part; load with as many ranks, and save with collectives to load with others"

@@ -397,7 +397,7 @@ class StrataWriter(StorageWriter):
             return heard_of
         if self._world_size is not None:
             return self._world_size
-        return world_size()
+        return world_size() or 1
 
     def _republish(self) -> None:
         """Write the `.metadata` that the last save here did not come to.
