@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from tests.checkpoint.states import load, save
 from torch_strata import LayoutMismatchError, StrataReader, StrataSavePlanner, StrataWriter
 from torch_strata.checkpoint import planning
 from torch_strata.checkpoint.planning import finished, local_plan, merge, packed_plan, structure_key
@@ -253,3 +254,11 @@ def test_items_of_a_foreign_class_are_left_to_dcp():
     plans, metadata = planner.create_global_plan([foreign])
     assert type(plans[0].items[0]) is WriteItem or isinstance(plans[0].items[0], Marked)
     assert list(metadata.state_dict_metadata) == ["w"] and metadata.planner_data == {"w": ("w",)}
+
+
+@pytest.mark.parametrize("state", [{"a": "text", "b": {"c": 3}}, {"s": torch.tensor(1.0)}, {}])
+def test_a_state_of_values_scalars_or_nothing_is_planned(tmp_path, state):
+    save(state, tmp_path / "c", planner=StrataSavePlanner())
+    out = {"a": "", "b": {"c": 0}} if "a" in state else {key: torch.zeros(()) for key in state}
+    load(out, tmp_path / "c")
+    assert out == state

@@ -322,8 +322,9 @@ def _merged(
     hints[is_tensor] = np.arange(int(first_chunks[-1])) - first_chunks[offers.name[row[is_tensor]]]
     is_piece = first >= 0
     offsets, lengths = offers.offsets[row], offers.lengths[row]
-    offsets[is_piece, 0] += first[is_piece]
-    lengths[is_piece, 0] = count[is_piece]
+    if is_piece.any():  # without tensors there is no dimension
+        offsets[is_piece, 0] += first[is_piece]
+        lengths[is_piece, 0] = count[is_piece]
     used = (np.arange(offsets.shape[1]) < offers.ndim[row][:, None])[is_tensor]
     shards = (offers.kind[row] == SHARD) | (is_piece & (offers.kind[row] == TENSOR))
     selections = []

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
@@ -28,6 +27,7 @@ from torch_strata.checkpoint._board import PLANNING_RANK, Beats, Board, Failure
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint.handle import SaveHandle
+from torch_strata.checkpoint.save_planner import StrataSavePlanner
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.writer import StrataWriter
 from torch_strata.errors import CheckpointError, ConfigError, CoordinationError
@@ -60,7 +60,7 @@ def async_save(
         state_dict: As for ``dcp.save``.
         checkpoint_id: Place of this checkpoint, unless `storage_writer` has one.
         storage_writer: With what to write; one for `checkpoint_id` if not given.
-        planner: DCP's default if not given.
+        planner: A StrataSavePlanner if not given.
         process_group: Ranks that save together; the default group if not given.
         no_dist: Whether this process saves alone, whatever groups there are.
         timeout: For how long a rank may be silent, and for how long others may go on after one has failed.
@@ -85,7 +85,7 @@ def async_save(
     part = _Part(
         board=board,
         writer=writer,
-        planner=planner or DefaultSavePlanner(),
+        planner=planner or StrataSavePlanner(),
         place=place,
         earlier=earlier,
         transfer=transfer,

@@ -117,7 +117,8 @@ _running: tuple[int, Lease] | None = None
 # What DCP calls the threads in which it saves.
 _DCP_THREADS = ("AsyncCheckpointExecutor", "ThreadPoolExecutor")
 
-_LOOK_EVERY_SECONDS = 0.005
+_LOOK_EVERY_SECONDS = 0.002
+_SAID_AFTER_SECONDS = 0.1
 
 
 def wait_for_turn(*, user: str, deadline_seconds: float) -> None:
@@ -131,7 +132,8 @@ def wait_for_turn(*, user: str, deadline_seconds: float) -> None:
     started = time.monotonic()
     said = False
     while _running is not None and _running[0] == os.getpid() and _is_running(_running[1]):
-        if not said:
+        # The thread of a save that has reported its end takes a moment to go.
+        if not said and time.monotonic() - started > _SAID_AFTER_SECONDS:
             said = True
             _logger.warning("%s waits for the save before it; torch_strata.async_save would not", user)
         if time.monotonic() - started > deadline_seconds:
