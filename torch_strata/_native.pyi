@@ -24,6 +24,7 @@ __all__ = [
     "Round",
     "Store",
     "Together",
+    "Transfer",
     "Upload",
     "__version__",
     "claim_generation",
