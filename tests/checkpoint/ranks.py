@@ -68,6 +68,8 @@ def _main(run: Path, rank: int, world: int, backend: str, target: Callable[..., 
     dist.init_process_group(
         backend, init_method=f"file://{run}/group", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
+    if backend == "gloo":
+        dist.barrier()  # a rank that is done at once would leave while others still connect to it
     try:
         outcome = ("value", target(rank, *args))
     except BaseException:
