@@ -10,11 +10,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from tests.checkpoint.states import failure_of, load, save
-from tests.support.s3 import SECRET, Answer, Bucket, Request, environment, gateway, options, refusal
+from tests.checkpoint.s3_states import RUN, SMALL_PARTS, Forward, leftovers, loaded_step, state
+from tests.checkpoint.states import failure_of, save
+from tests.support.s3 import SECRET, Answer, Request, environment, gateway, options, refusal
 from torch_strata import (
     CheckpointNotFoundError,
     ConfigError,
@@ -28,29 +28,7 @@ from torch_strata import (
     verify,
 )
 
-SMALL_PARTS = StorageConfig(part_bytes=5 << 20)
 HASTY = StorageConfig(part_bytes=5 << 20, deadline=timedelta(seconds=1.5))
-RUN = "run/step-1"
-Forward = Callable[[], Answer]
-
-
-def state(step: int = 1) -> dict[str, Any]:
-    """Three parts of 5 MiB."""
-    return {"w": torch.arange(3_500_000, dtype=torch.float32) + step, "step": step}
-
-
-def loaded_step(url: str, **reader_options: Any) -> int:
-    """The step whose state loads whole."""
-    found = {"w": torch.zeros(3_500_000), "step": 0}
-    load(found, url, **reader_options)
-    assert torch.equal(found["w"], state(found["step"])["w"])
-    return int(found["step"])
-
-
-def leftovers(bucket: Bucket) -> list[str]:
-    """What only an interrupted save leaves: uploads, their records, probes."""
-    hidden = [key for key in bucket.sizes() if "/uploads/" in key or "/probe-" in key]
-    return [*bucket.open_uploads(), *hidden]
 
 
 def test_a_bucket_that_does_not_exist_is_named(bucket):

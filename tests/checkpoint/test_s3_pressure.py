@@ -3,43 +3,20 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.checkpoint.states import failure_of, load, save
-from tests.support.s3 import SECRET, Answer, Bucket, Request, gateway, options, refusal
+from tests.checkpoint.s3_states import RUN, SMALL_PARTS, Forward, leftovers, loaded_step, state
+from tests.checkpoint.states import failure_of, save
+from tests.support.s3 import SECRET, Answer, Request, gateway, options, refusal
 from torch_strata import StorageConfig, StorageError, StoragePermissionError, StrataReader, StrataWriter
 from torch_strata.checkpoint._store import open_store
 
-SMALL_PARTS = StorageConfig(part_bytes=5 << 20)
 HASTY = StorageConfig(part_bytes=5 << 20, deadline=timedelta(seconds=2))
-RUN = "run/step-1"
-Forward = Callable[[], Answer]
-
-
-def state(step: int = 1) -> dict[str, Any]:
-    """Three parts of 5 MiB."""
-    return {"w": torch.arange(3_500_000, dtype=torch.float32) + step, "step": step}
-
-
-def loaded_step(url: str, **reader_options: Any) -> int:
-    """The step whose state loads whole."""
-    found = {"w": torch.zeros(3_500_000), "step": 0}
-    load(found, url, **reader_options)
-    assert torch.equal(found["w"], state(found["step"])["w"])
-    return int(found["step"])
-
-
-def leftovers(bucket: Bucket) -> list[str]:
-    """What only an interrupted save leaves: uploads, their records, probes."""
-    hidden = [key for key in bucket.sizes() if "/uploads/" in key or "/probe-" in key]
-    return [*bucket.open_uploads(), *hidden]
 
 
 class Busy:
