@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.errors import CheckpointError, CoordinationError, CoordinatorTimeoutError, StrataError
 
-__all__ = ["PLANNING_RANK", "Beats", "Board", "Failure"]
+__all__ = ["PLANNING_RANK", "Beats", "Board", "Failure", "travelling"]
 
 PLANNING_RANK = 0
 

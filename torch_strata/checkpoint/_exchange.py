@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from torch_strata import _native
-from torch_strata.errors import CheckpointError, ConfigError, CoordinationError, StrataError
+from torch_strata.checkpoint._board import travelling
+from torch_strata.errors import ConfigError, CoordinationError
 
 __all__ = ["Exchange", "Group", "Region", "Sharing", "group_fault", "world_size"]
 
@@ -208,7 +209,7 @@ class Exchange:
 
     def _agree(self, value: Any, error: Exception | None = None) -> list[Any]:
         """What each rank said; the failure of one is raised on all others."""
-        told = error if error is None or isinstance(error, StrataError) else _travelling(error)
+        told = None if error is None else travelling(error)
         answers: list[Any] = [None] * len(self._group.members)
         self._is_over = True  # until all are known to go on
         self._with_group(lambda: dist.all_gather_object(answers, (told, value), group=self._group.handle))
@@ -245,7 +246,3 @@ class Exchange:
         except RuntimeError as error:
             self._is_over = True
             raise CoordinationError(f"{self._where}: the ranks that read together lost each other: {error}") from error
-
-
-def _travelling(error: Exception) -> CheckpointError:
-    return CheckpointError(f"{type(error).__name__}: {error}")

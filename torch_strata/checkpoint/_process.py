@@ -6,8 +6,7 @@ import socket
 import sys
 from typing import Any
 
-import torch.distributed as dist
-
+from torch_strata.checkpoint._exchange import world_size
 from torch_strata.errors import CheckpointError
 
 __all__ = ["forget_dead_process", "forget_process"]
@@ -33,7 +32,7 @@ def forget_dead_process() -> None:
         return
     process._save_process.join(_DYING_SECONDS)
     exit_code = process._save_process.exitcode
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if (world_size() or 1) > 1:
         raise CheckpointError(
             f"the process that saves for this rank has died with exit code {exit_code}; call "
             f"torch_strata.checkpoint.staging.forget_process() on every rank before the next save"

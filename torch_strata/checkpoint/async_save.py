@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_strata import _native
 from torch_strata.checkpoint._board import PLANNING_RANK, Beats, Board, Failure
+from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint.handle import SaveHandle
@@ -275,13 +276,15 @@ class _Process:
 
     def board(self, group: dist.ProcessGroup | None, *, no_dist: bool, timeout: timedelta) -> tuple[Board, list[Board]]:
         """For the next save of a group, and those of the saves before that are still to be forgotten."""
-        if no_dist or not (dist.is_available() and dist.is_initialized()):
+        if no_dist or world_size() is None:
             return Board(store=dist.HashStore(), prefix="save", rank=0, world_size=1, timeout=timeout), []
         group = distributed_c10d._get_default_group() if group is None else group
         rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else -1
         if rank < 0:
             raise ConfigError("process_group: expected a ProcessGroup with this process in it")
-        known = self._groups.setdefault(group, _Group(group))
+        if group not in self._groups:
+            self._groups[group] = _Group(group)  # opens a connection
+        known = self._groups[group]
         prefix = f"torch_strata/save/{next(known.numbers)}"
         size = dist.get_world_size(group)
         board = Board(store=known.store, prefix=prefix, rank=rank, world_size=size, timeout=timeout)
