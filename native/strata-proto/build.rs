@@ -4,6 +4,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let root = "../../proto";
     println!("cargo:rerun-if-changed={root}");
     let files = protox::compile(["strata/v1/checkpoint.proto"], [root])?;
-    prost_build::Config::new().compile_fds(files)?;
+    // Sorted maps: the same manifest is the same bytes.
+    prost_build::Config::new().btree_map(["."]).compile_fds(files)?;
     Ok(())
 }

@@ -89,7 +89,7 @@ fn is_own_data(manifest: &Manifest, name: &str) -> bool {
 }
 
 /// Whether a reader holds a lease; those that have expired are removed.
-async fn leased(store: &dyn Store) -> Result<bool> {
+pub(crate) async fn leased(store: &dyn Store) -> Result<bool> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
     let leases = or_empty(store.list(LEASES_FOLDER).await)?;
     let expiry = |name: &str| name.strip_prefix(LEASES_FOLDER)?.split('-').next()?.parse::<u64>().ok();

@@ -12,9 +12,11 @@ pub use self::merge::PromisedEntry;
 use self::merge::merge;
 use crate::base::{Base, newest_generation};
 use crate::collect::{Before, FOLDERS, collect};
+use crate::item::Object;
 use crate::manifest::{Manifest, ManifestName, decode, encode};
 use crate::open::{metadata_name, or_empty};
 use crate::record::RankRecord;
+use crate::run::{RunInfo, model_hash};
 use crate::{Error, Result};
 
 /// What is to be committed.
@@ -38,6 +40,8 @@ pub struct Commit<'a> {
     pub world_size: u32,
     /// Held by this run; 0 without a run root.
     pub generation: u64,
+    /// What a manager says of the checkpoint; its `model_hash` is for the commit to take.
+    pub run: Option<RunInfo>,
     /// Where generations are claimed, and where other checkpoints may refer to this one.
     pub run_root: Option<&'a dyn Store>,
 }
@@ -55,6 +59,8 @@ pub struct CommitStats {
     pub num_items: u64,
     /// Sum of the payloads, aliases counted once.
     pub payload_bytes: u64,
+    /// Sum of the payloads that stand in other checkpoints, to which this one refers.
+    pub referred_bytes: u64,
     /// Superseded objects that were removed.
     pub collected: u64,
     /// What a person should know.
@@ -130,6 +136,7 @@ async fn publish(
     manifest.world_size = commit.world_size;
     manifest.rank = commit.rank;
     manifest.generation = commit.generation;
+    manifest.run = commit.run.clone().map(|run| RunInfo { model_hash: model_hash(&manifest.items), ..run });
 
     let before = look_around(store).await?;
     // The root was listed before the manifests: objects that are missing because a newer save has collected them come
@@ -138,6 +145,7 @@ async fn publish(
         return Err(Error::Superseded { url: store.url().to_owned(), number }.into());
     }
     check_objects(store.url(), &manifest, &before.listed)?;
+    check_referred(store, &manifest).await?;
     let fenced = store.honours_create().await?;
     let name = ManifestName { number: manifest.number, rank: commit.rank }.path();
     if !fenced && store.size(&name).await.is_ok() {
@@ -163,6 +171,7 @@ async fn publish(
         num_objects: manifest.objects.len() as u64,
         num_items: manifest.items.len() as u64,
         payload_bytes: manifest.payload_bytes,
+        referred_bytes: commit.records.iter().map(|record| record.referred_bytes).sum(),
         collected: 0,
         warnings,
     };
@@ -188,22 +197,41 @@ fn newer_commit(before: &Before, manifest: &Manifest) -> Option<u64> {
 fn check_objects(url: &str, manifest: &Manifest, listed: &[ObjectInfo]) -> Result<()> {
     let sizes: HashMap<&str, u64> = listed.iter().map(|object| (object.name.as_str(), object.size)).collect();
     for object in manifest.objects.iter().filter(|object| object.reference.is_none()) {
-        let path = format!("{url}/{}", object.name);
-        match sizes.get(object.name.as_str()) {
-            Some(size) if *size == object.size => {}
-            Some(size) => {
-                let detail = format!("expected {} bytes as its rank wrote, found {size}", object.size);
-                return Err(Error::Manifest { object: path, detail });
-            }
-            None => {
-                let detail = ": a rank wrote it, but the planning rank does not see it; \
-                              do all ranks share this place?"
-                    .to_owned();
-                return Err(IoError::NotFound { object: path, detail }.into());
-            }
+        let missing = ": a rank wrote it, but the planning rank does not see it; do all ranks share this place?";
+        check_size(format!("{url}/{}", object.name), object.size, sizes.get(object.name.as_str()), missing)?;
+    }
+    Ok(())
+}
+
+/// Looks for what other checkpoints hold, so that no collection since has left a hole in this one.
+async fn check_referred(store: &dyn Store, manifest: &Manifest) -> Result<()> {
+    for (reference, (checkpoint_id, _)) in manifest.references.iter().enumerate() {
+        let sibling = store.sibling(checkpoint_id)?;
+        let listed = or_empty(sibling.list("").await)?;
+        let sizes: HashMap<&str, u64> = listed.iter().map(|object| (object.name.as_str(), object.size)).collect();
+        let is_there = |object: &&Object| object.reference == Some(reference as u32);
+        for object in manifest.objects.iter().filter(is_there) {
+            let missing = ": this save refers to it, and it is not there any more";
+            check_size(
+                format!("{}/{}", sibling.url(), object.name),
+                object.size,
+                sizes.get(object.name.as_str()),
+                missing,
+            )?;
         }
     }
     Ok(())
+}
+
+fn check_size(object: String, expected: u64, found: Option<&u64>, missing: &str) -> Result<()> {
+    match found {
+        Some(found) if *found == expected => Ok(()),
+        Some(found) => {
+            let detail = format!("expected {expected} bytes as its rank wrote, found {found}");
+            Err(Error::Manifest { object, detail })
+        }
+        None => Err(IoError::NotFound { object, detail: missing.to_owned() }.into()),
+    }
 }
 
 async fn put_manifest(store: &dyn Store, name: &str, manifest: &Manifest) -> Result<(), Failure> {

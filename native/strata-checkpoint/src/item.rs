@@ -150,3 +150,13 @@ pub struct Object {
     /// Index into the manifest's references, if the object belongs to another checkpoint.
     pub reference: Option<u32>,
 }
+
+impl Object {
+    /// Its path from the checkpoint whose manifest has these `references`.
+    pub(crate) fn path(&self, references: &[(String, String)]) -> String {
+        match self.reference {
+            None => self.name.clone(),
+            Some(reference) => format!("../{}/{}", references[reference as usize].0, self.name),
+        }
+    }
+}

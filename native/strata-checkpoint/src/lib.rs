@@ -21,10 +21,12 @@ mod payload;
 mod plain;
 mod plan;
 mod record;
+pub mod run;
 mod save;
 pub mod share;
 mod siblings;
 pub mod stock;
+mod unchanged;
 mod verify;
 
 pub use base::{Base, claim_generation, open_base};
@@ -37,4 +39,5 @@ pub use payload::Payload;
 pub use plain::PlainTensor;
 pub use record::{RankRecord, StockEntry, stock_entries};
 pub use save::{Progress, SaveItem, write_items};
+pub use unchanged::Parent;
 pub use verify::{Findings, verify};

@@ -6,11 +6,12 @@ mod encode;
 
 pub(crate) use columns::check_extent;
 pub use columns::{decode_items, encode_items};
-pub use decode::{DecodeError, decode};
+pub use decode::{DecodeError, decode, decode_head, head_bytes};
 pub use encode::encode;
-pub(crate) use encode::stored_object;
+pub(crate) use encode::{stored_object, stored_reference};
 
 use crate::item::{Entry, Item, Object};
+use crate::run::RunInfo;
 
 /// First bytes of every manifest file.
 pub const MAGIC: &[u8; 8] = b"STRATAM\n";
@@ -51,16 +52,14 @@ pub struct Manifest {
     pub planner_data: Vec<u8>,
     /// Sum of the payloads, aliases counted once.
     pub payload_bytes: u64,
+    /// Where in a run it stands, if a manager saved it.
+    pub run: Option<RunInfo>,
 }
 
 impl Manifest {
     /// An object's path from the checkpoint, by which stock torch finds it too, on a file system.
     pub fn path_of(&self, object: u32) -> String {
-        let Object { name, reference, .. } = &self.objects[object as usize];
-        match reference {
-            None => name.clone(),
-            Some(reference) => format!("../{}/{name}", self.references[*reference as usize].0),
-        }
+        self.objects[object as usize].path(&self.references)
     }
 }
 

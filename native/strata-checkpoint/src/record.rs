@@ -9,16 +9,20 @@ use crate::manifest::{decode_items, encode_items};
 use crate::{Error, Result};
 
 /// One rank's part of a save.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct RankRecord {
     /// The rank.
     pub rank: u32,
-    /// Its objects; items point into this list.
+    /// Its objects, and those of other checkpoints that it refers to; items point into this list.
     pub objects: Vec<Object>,
+    /// (checkpoint_id below the run root, save_id) of the checkpoints that it refers to.
+    pub references: Vec<(String, String)>,
     /// Its items, in the order of the plan.
     pub items: Vec<Item>,
-    /// Sum of its payloads, aliases counted once.
+    /// Sum of the payloads that it wrote, aliases counted once.
     pub payload_bytes: u64,
+    /// Sum of the payloads that it refers to and did not write.
+    pub referred_bytes: u64,
 }
 
 impl RankRecord {
@@ -32,6 +36,8 @@ impl RankRecord {
             digests,
             inline,
             payload_bytes: self.payload_bytes,
+            references: self.references.iter().map(crate::manifest::stored_reference).collect(),
+            referred_bytes: self.referred_bytes,
         }
         .encode_to_vec()
     }
@@ -45,12 +51,23 @@ impl RankRecord {
         let raw = v1::RankRecord::decode(bytes).map_err(|error| fault(error.to_string()))?;
         let group = raw.items.unwrap_or_default();
         let items = decode_items(&group, &raw.digests, &Bytes::from(raw.inline), raw.objects.len()).map_err(fault)?;
-        let object = |object: v1::StoredObject| Object { name: object.name, size: object.size, reference: None };
+        let object = |object: v1::StoredObject| {
+            let reference = object.reference.checked_sub(1);
+            let is_listed = reference.is_none_or(|at| (at as usize) < raw.references.len());
+            let object = Object { name: object.name, size: object.size, reference };
+            if is_listed {
+                Ok(object)
+            } else {
+                Err(fault("an object refers to a checkpoint that is not listed".into()))
+            }
+        };
         Ok(Self {
             rank: raw.rank,
-            objects: raw.objects.into_iter().map(object).collect(),
+            objects: raw.objects.into_iter().map(object).collect::<Result<_>>()?,
+            references: raw.references.iter().map(|r| (r.checkpoint_id.clone(), r.save_id.clone())).collect(),
             items,
             payload_bytes: raw.payload_bytes,
+            referred_bytes: raw.referred_bytes,
         })
     }
 }
@@ -64,7 +81,7 @@ pub struct StockEntry {
     pub offsets: Option<Vec<u64>>,
     /// DCP's index hint.
     pub index: Option<u32>,
-    /// Object's name relative to the checkpoint.
+    /// Path of the object from the checkpoint.
     pub object: String,
     /// First byte of the framed item.
     pub offset: u64,
@@ -79,10 +96,11 @@ pub struct StockEntry {
 pub fn stock_entries(records: &[impl AsRef<[u8]>]) -> Result<Vec<StockEntry>> {
     let mut entries = Vec::new();
     for record in records {
-        let RankRecord { objects, items, .. } = RankRecord::decode(record.as_ref())?;
+        let RankRecord { objects, references, items, .. } = RankRecord::decode(record.as_ref())?;
+        let paths: Vec<String> = objects.iter().map(|object| object.path(&references)).collect();
         entries.extend(items.into_iter().map(|item| {
-            let object = objects[item.object as usize].name.clone();
-            StockEntry::of(item, object)
+            let path = paths[item.object as usize].clone();
+            StockEntry::of(item, path)
         }));
     }
     Ok(entries)

@@ -16,6 +16,7 @@ use crate::item::{Item, Kind, Object};
 use crate::layout::{self, Piece};
 use crate::payload::{self, Payload};
 use crate::record::RankRecord;
+use crate::unchanged::{self, Parent};
 use crate::{Error, Result};
 
 /// Payloads up to this size travel inside the manifest as well: scalars, RNG states, counters.
@@ -54,7 +55,8 @@ pub struct Progress {
     pub written_bytes: AtomicU64,
 }
 
-/// Writes `items` into objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
+/// Writes `items` into objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns; what `parent` holds it
+/// refers to instead.
 ///
 /// # Errors
 /// The first failure; everything that was written is removed first.
@@ -67,14 +69,24 @@ pub async fn write_items(
     items: Vec<SaveItem>,
     rank: u32,
     save_id: &str,
+    parent: Option<&Arc<Parent>>,
     progress: &Arc<Progress>,
 ) -> Result<RankRecord> {
+    let (items, unchanged) = match parent {
+        None => (items, Vec::new()),
+        Some(parent) => unchanged::split(items, parent).await?,
+    };
     let plans = plan_objects(items, rank, save_id)?;
     progress.total_bytes.store(plans.iter().map(|plan| plan.size).sum(), Relaxed);
-    let mut record = RankRecord { rank, objects: Vec::new(), items: Vec::new(), payload_bytes: 0 };
+    let mut record = RankRecord { rank, ..RankRecord::default() };
     let names: Vec<String> = plans.iter().map(|plan| plan.name.clone()).collect();
     match write_objects(store, budget, plans, &mut record, progress).await {
-        Ok(()) => Ok(record),
+        Ok(()) => {
+            if let Some(parent) = parent {
+                unchanged::refer(&mut record, unchanged, parent);
+            }
+            Ok(record)
+        }
         Err(error) => {
             // An object that was there before is not ours to remove.
             let begun = usize::from(!matches!(error, Error::Io(strata_io::Error::AlreadyExists { .. })));

@@ -76,7 +76,7 @@ async fn saved(payloads: Vec<Payload>) -> Saved {
     };
     let path = folder.path().to_str().expect("an utf-8 path");
     let store = strata_io::open(path, &BTreeMap::new(), &config).expect("a local store");
-    let record = write_items(&*store, &budget, items(payloads), 0, &"a".repeat(32), &Arc::default()).await;
+    let record = write_items(&*store, &budget, items(payloads), 0, &"a".repeat(32), None, &Arc::default()).await;
     Saved { record, store, _folder: folder }
 }
 

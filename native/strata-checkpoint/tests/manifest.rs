@@ -6,6 +6,7 @@ use bytes::Bytes;
 use proptest::prelude::*;
 use strata_checkpoint::item::{Entry, Item, Kind, Object, TensorEntry, num_blocks};
 use strata_checkpoint::manifest::{DecodeError, GROUP_ROWS, Manifest, ManifestName, decode, encode};
+use strata_checkpoint::run::{CheckpointType, RunInfo};
 use strata_io::digest::BlockDigest;
 
 fn item(fqn: &str, shape: &[u64], object: u32, offset: u64) -> Item {
@@ -71,6 +72,14 @@ fn manifest(num_items: usize) -> Manifest {
         items,
         planner_data: b"j{}".to_vec(),
         payload_bytes: 12,
+        run: Some(RunInfo {
+            step: 400,
+            epoch: 2,
+            checkpoint_type: CheckpointType::Incremental,
+            metadata: [("who".to_owned(), "me".to_owned())].into(),
+            metrics: [("loss".to_owned(), 0.5)].into(),
+            model_hash: Some("00ff".to_owned()),
+        }),
     }
 }
 

@@ -18,6 +18,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::UNIX_EPOCH;
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -178,6 +179,13 @@ impl Store for LocalStore {
         Ok(Arc::new(Self::with_calls(&format!("{url}/../{name}"), &root, config.clone(), *calls)))
     }
 
+    fn child(&self, name: &str) -> Result<Arc<dyn Store>> {
+        check_plain(name)?;
+        let Shared { root, config, calls, .. } = &*self.shared;
+        let url = format!("{}/{name}", self.url.trim_end_matches('/'));
+        Ok(Arc::new(Self::with_calls(&url, &root.join(name), config.clone(), *calls)))
+    }
+
     fn part_bytes(&self, _object_bytes: u64) -> u64 {
         self.part_length()
     }
@@ -260,7 +268,16 @@ impl Store for LocalStore {
         let prefix = prefix.to_owned();
         let entries = self.shared.run(move |shared| shared.entries(&prefix)).await?;
         let files = entries.into_iter().filter(|(_, metadata)| !metadata.is_dir());
-        Ok(files.map(|(name, metadata)| ObjectInfo { name, size: metadata.len() }).collect())
+        let modified_at = |metadata: &fs::Metadata| {
+            let since = metadata.modified().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+            since.map_or(0, |since| since.as_secs())
+        };
+        let info = |(name, metadata): (String, fs::Metadata)| ObjectInfo {
+            name,
+            size: metadata.len(),
+            modified_at: modified_at(&metadata),
+        };
+        Ok(files.map(info).collect())
     }
 
     async fn list_folders(&self, prefix: &str) -> Result<Vec<String>> {

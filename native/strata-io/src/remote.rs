@@ -123,6 +123,21 @@ impl Store for RemoteStore {
         Ok(Arc::new(Self::counting(&beside(url), &beside(root), bucket.clone(), config, gate, tally)))
     }
 
+    fn child(&self, name: &str) -> Result<Arc<dyn Store>> {
+        check_plain(name)?;
+        let Remote { url, root, bucket, config, lanes } = &*self.remote;
+        let inside = |place: &str| if place.is_empty() { name.to_owned() } else { format!("{place}/{name}") };
+        let (gate, tally) = (lanes.gate.clone(), lanes.tally.clone());
+        Ok(Arc::new(Self::counting(
+            &inside(url.trim_end_matches('/')),
+            &inside(root),
+            bucket.clone(),
+            config,
+            gate,
+            tally,
+        )))
+    }
+
     fn part_bytes(&self, object_bytes: u64) -> u64 {
         self.remote.part_bytes(object_bytes)
     }
@@ -174,7 +189,10 @@ impl Store for RemoteStore {
         let info = |meta: &object_store::ObjectMeta| {
             let name = names::name(root, &meta.location)?;
             // Consoles mark an empty folder by an object of its name, which the crate strips of its slash.
-            (name != prefix.trim_end_matches('/')).then(|| ObjectInfo { name: name.to_owned(), size: meta.size })
+            (name != prefix.trim_end_matches('/')).then(|| {
+                let modified_at = u64::try_from(meta.last_modified.timestamp()).unwrap_or(0);
+                ObjectInfo { name: name.to_owned(), size: meta.size, modified_at }
+            })
         };
         let mut infos: Vec<ObjectInfo> = listed.objects.iter().filter_map(info).collect();
         infos.sort_by(|a, b| a.name.cmp(&b.name));

@@ -27,6 +27,8 @@ pub struct ObjectInfo {
     pub name: String,
     /// Size in bytes.
     pub size: u64,
+    /// When it was last written, by the store's clock, in seconds since 1970.
+    pub modified_at: u64,
 }
 
 /// What has happened so far to the requests of a store, of its siblings and of their writers.
@@ -82,6 +84,12 @@ pub trait Store: Debug + Send + Sync {
     /// # Errors
     /// [`crate::Error::Config`] if the name is not plain, or nothing can lie beside the root of this store.
     fn sibling(&self, name: &str) -> Result<Arc<dyn Store>>;
+
+    /// The place `name`, a plain name, in this one.
+    ///
+    /// # Errors
+    /// [`crate::Error::Config`] if the name is not plain.
+    fn child(&self, name: &str) -> Result<Arc<dyn Store>>;
 
     /// Size of the parts this store wants for an object of `object_bytes`, in bytes.
     ///

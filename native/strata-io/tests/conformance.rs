@@ -277,6 +277,10 @@ async fn names_that_leave_the_root_are_refused(store: &dyn Store) {
 
 async fn a_neighbour_is_beside_and_has_a_plain_name(store: &dyn Store) {
     store.put("x", "own".into(), PutMode::Overwrite).await.unwrap();
+    let inside = store.child("inside").unwrap();
+    inside.put("x", Bytes::from_static(b"the child's"), PutMode::Create).await.unwrap();
+    assert_eq!(store.read("inside/x", None).await.unwrap(), "the child's");
+    assert!(inside.url().ends_with("/inside"), "{}", inside.url());
     let beside = store.sibling("beside").unwrap();
     beside.put("x", "the neighbour's".into(), PutMode::Overwrite).await.unwrap();
     assert_eq!(store.read("x", None).await.unwrap(), "own");

@@ -1,6 +1,8 @@
 //! Records of all ranks to one manifest. Pure.
 
-use crate::item::{Entry, Item, num_blocks};
+use std::collections::HashMap;
+
+use crate::item::{Entry, Item, Object, num_blocks};
 use crate::manifest::Manifest;
 use crate::record::RankRecord;
 use crate::{Error, Result};
@@ -17,18 +19,47 @@ pub struct PromisedEntry {
 /// One manifest of all records, if they hold each promised item once and nothing else.
 pub(super) fn merge(records: &[RankRecord], promised: &[PromisedEntry]) -> Result<Manifest> {
     let mut manifest = Manifest::default();
+    let mut objects = Merged::default();
     for record in records {
-        let first = manifest.objects.len() as u32;
-        manifest.objects.extend(record.objects.iter().cloned());
-        let moved = |item: &Item| Item { object: item.object + first, ..item.clone() };
+        let places: Vec<u32> = record.objects.iter().map(|object| objects.place(object, &record.references)).collect();
+        let moved = |item: &Item| Item { object: places[item.object as usize], ..item.clone() };
         manifest.items.extend(record.items.iter().map(moved));
         manifest.payload_bytes += record.payload_bytes;
     }
+    (manifest.objects, manifest.references) = (objects.objects, objects.references);
     manifest.items.sort_by(|a, b| (&a.fqn, &a.offsets).cmp(&(&b.fqn, &b.offsets)));
     check_blocks(&manifest.items)?;
     check_promises(&manifest.items, promised)?;
     manifest.entries = promised.iter().map(|promise| promise.entry.clone()).collect();
     Ok(manifest)
+}
+
+/// The objects of all ranks. Several may refer to one of another checkpoint.
+#[derive(Default)]
+struct Merged {
+    objects: Vec<Object>,
+    references: Vec<(String, String)>,
+    foreign: HashMap<(u32, String), u32>,
+}
+
+impl Merged {
+    /// Where `object`, of a record with `references`, stands among all.
+    fn place(&mut self, object: &Object, references: &[(String, String)]) -> u32 {
+        let next = self.objects.len() as u32;
+        let Some(reference) = object.reference.map(|at| &references[at as usize]) else {
+            self.objects.push(object.clone());
+            return next;
+        };
+        let known = self.references.iter().position(|known| known == reference);
+        let reference = known.unwrap_or_else(|| {
+            self.references.push(reference.clone());
+            self.references.len() - 1
+        }) as u32;
+        *self.foreign.entry((reference, object.name.clone())).or_insert_with(|| {
+            self.objects.push(Object { reference: Some(reference), ..object.clone() });
+            next
+        })
+    }
 }
 
 fn check_blocks(items: &[Item]) -> Result<()> {

@@ -10,6 +10,7 @@ use strata_proto::v1::section::Kind;
 use super::columns::{Fault, decode_entries, decode_items};
 use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
 use crate::item::{Entry, Item, Object};
+use crate::run::{CheckpointType, RunInfo};
 
 const PREAMBLE_BYTES: usize = 16;
 
@@ -63,15 +64,45 @@ pub fn decode(file: &Bytes) -> Result<Manifest, DecodeError> {
     Ok(manifest)
 }
 
-fn split(file: &Bytes) -> Result<(v1::ManifestHeader, Bytes), DecodeError> {
-    if file.len() < PREAMBLE_BYTES || &file[..8] != MAGIC {
-        return Err(format!("not a manifest: {} bytes without the magic", file.len()).into());
+/// How many of the first bytes of a manifest [`decode_head`] needs, told by its first bytes.
+///
+/// # Errors
+/// If they are not a manifest's.
+pub fn head_bytes(start: &[u8]) -> Result<u64, DecodeError> {
+    if start.len() < PREAMBLE_BYTES || &start[..8] != MAGIC {
+        return Err(format!("not a manifest: {} bytes without the magic", start.len()).into());
     }
-    let word = |at: usize| u32::from_le_bytes(file[at..at + 4].try_into().expect("4 bytes"));
-    let (length, expected) = (word(8) as usize, word(12));
-    let end = PREAMBLE_BYTES.checked_add(length).filter(|end| *end <= file.len());
-    let header = &file[PREAMBLE_BYTES..end.ok_or_else(|| format!("the header of {length} bytes is cut"))?];
-    let found = crc32(header);
+    Ok(PREAMBLE_BYTES as u64 + u64::from(word(start, 8)))
+}
+
+/// What the first bytes of a manifest say of the whole: everything but entries, items and the planner's data.
+///
+/// # Errors
+/// What is wrong with them.
+pub fn decode_head(start: &[u8]) -> Result<Manifest, DecodeError> {
+    from_header(&header_of(start)?.0)
+}
+
+fn split(file: &Bytes) -> Result<(v1::ManifestHeader, Bytes), DecodeError> {
+    let (header, end) = header_of(file)?;
+    let body = file.slice(end..);
+    let expected: u64 = header.sections.iter().map(|s| s.length).fold(0, u64::saturating_add);
+    if expected != body.len() as u64 {
+        return Err(format!("the sections have {expected} bytes, the file holds {}", body.len()).into());
+    }
+    Ok((header, body))
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"))
+}
+
+/// The header, and where it ends.
+fn header_of(file: &[u8]) -> Result<(v1::ManifestHeader, usize), DecodeError> {
+    let end = usize::try_from(head_bytes(file)?).ok().filter(|end| *end <= file.len());
+    let end = end.ok_or_else(|| format!("the header of {} bytes is cut", word(file, 8)))?;
+    let header = &file[PREAMBLE_BYTES..end];
+    let (expected, found) = (word(file, 12), crc32(header));
     if found != expected {
         return Err(format!("checksum of the header: expected {expected:#010x}, found {found:#010x}").into());
     }
@@ -85,15 +116,10 @@ fn split(file: &Bytes) -> Result<(v1::ManifestHeader, Bytes), DecodeError> {
         let fault = format!("needs the feature {feature:?}, which this reader does not know");
         return Err(DecodeError::Unsupported(fault));
     }
-    let body = file.slice(PREAMBLE_BYTES + length..);
-    let expected: u64 = header.sections.iter().map(|s| s.length).fold(0, u64::saturating_add);
-    if expected != body.len() as u64 {
-        return Err(format!("the sections have {expected} bytes, the file holds {}", body.len()).into());
-    }
-    Ok((header, body))
+    Ok((header, end))
 }
 
-fn from_header(header: &v1::ManifestHeader) -> Result<Manifest, Fault> {
+fn from_header(header: &v1::ManifestHeader) -> Result<Manifest, DecodeError> {
     let objects = header
         .objects
         .iter()
@@ -120,7 +146,25 @@ fn from_header(header: &v1::ManifestHeader) -> Result<Manifest, Fault> {
         objects,
         references: header.references.iter().map(|r| (r.checkpoint_id.clone(), r.save_id.clone())).collect(),
         payload_bytes: header.payload_bytes,
+        run: header.run.as_ref().map(run_info).transpose()?,
         ..Manifest::default()
+    })
+}
+
+fn run_info(run: &v1::RunInfo) -> Result<RunInfo, DecodeError> {
+    let unknown = || {
+        DecodeError::Unsupported(format!(
+            "the checkpoint is of type {}, which this reader does not know",
+            run.checkpoint_type
+        ))
+    };
+    Ok(RunInfo {
+        step: run.step,
+        epoch: run.epoch,
+        checkpoint_type: CheckpointType::from_code(run.checkpoint_type).ok_or_else(unknown)?,
+        metadata: run.metadata.clone(),
+        metrics: run.metrics.clone(),
+        model_hash: (!run.model_hash.is_empty()).then(|| run.model_hash.clone()),
     })
 }
 

@@ -8,6 +8,7 @@ use strata_proto::v1::section::Kind;
 use super::columns::{encode_entries, encode_items};
 use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
 use crate::item::Object;
+use crate::run::RunInfo;
 
 /// The file's bytes. `items` must be sorted by fqn, then offsets.
 pub fn encode(manifest: &Manifest) -> Vec<u8> {
@@ -39,17 +40,11 @@ pub fn encode(manifest: &Manifest) -> Vec<u8> {
         rank_plus_one: manifest.rank.map_or(0, |rank| rank + 1),
         generation: manifest.generation,
         objects: manifest.objects.iter().map(stored_object).collect(),
-        references: manifest
-            .references
-            .iter()
-            .map(|(checkpoint_id, save_id)| v1::Reference {
-                checkpoint_id: checkpoint_id.clone(),
-                save_id: save_id.clone(),
-            })
-            .collect(),
+        references: manifest.references.iter().map(stored_reference).collect(),
         sections: body.sections,
         num_items: manifest.items.len() as u64,
         payload_bytes: manifest.payload_bytes,
+        run: manifest.run.as_ref().map(stored_run),
     }
     .encode_to_vec();
 
@@ -60,6 +55,21 @@ pub fn encode(manifest: &Manifest) -> Vec<u8> {
     file.extend(header);
     file.extend(body.bytes);
     file
+}
+
+fn stored_run(run: &RunInfo) -> v1::RunInfo {
+    v1::RunInfo {
+        step: run.step,
+        epoch: run.epoch,
+        checkpoint_type: run.checkpoint_type.code(),
+        metadata: run.metadata.clone(),
+        metrics: run.metrics.clone(),
+        model_hash: run.model_hash.clone().unwrap_or_default(),
+    }
+}
+
+pub(crate) fn stored_reference((checkpoint_id, save_id): &(String, String)) -> v1::Reference {
+    v1::Reference { checkpoint_id: checkpoint_id.clone(), save_id: save_id.clone() }
 }
 
 pub(crate) fn stored_object(object: &Object) -> v1::StoredObject {

@@ -113,6 +113,10 @@ impl<H: Hook> Store for Hooked<H> {
         Ok(Arc::new(Self { inner: self.inner.sibling(name)?, hook: self.hook.clone() }))
     }
 
+    fn child(&self, name: &str) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(Self { inner: self.inner.child(name)?, hook: self.hook.clone() }))
+    }
+
     fn part_bytes(&self, object_bytes: u64) -> u64 {
         self.inner.part_bytes(object_bytes)
     }

@@ -1,0 +1,147 @@
+//! What an incremental save need not write: tensors whose content an earlier checkpoint of the run holds.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use futures::{StreamExt, TryStreamExt, stream};
+use strata_io::Store;
+use strata_io::digest::{BLOCK_BYTES, xxh3};
+
+use crate::item::{Item, Kind, Object, num_blocks};
+use crate::manifest::Manifest;
+use crate::open::{Source, open};
+use crate::payload;
+use crate::record::RankRecord;
+use crate::save::SaveItem;
+use crate::{Error, Result};
+
+/// Below this a tensor is written again: that costs no more than the row that would refer to it.
+const LEAST_BYTES: u64 = 16 << 10;
+
+/// A committed checkpoint that lies beside the one being saved, and to whose objects it may refer.
+#[derive(Debug)]
+pub struct Parent {
+    checkpoint_id: String,
+    manifest: Manifest,
+    /// Rows whose content could be that of a tensor, by what it looks like from outside.
+    rows: HashMap<Look, Vec<usize>>,
+}
+
+/// dtype, shape and strides: together with the bytes they are all of a stored tensor.
+type Look = (Arc<str>, Vec<u64>, Vec<u64>);
+
+impl Parent {
+    /// Opens the checkpoint in the folder `checkpoint_id` at `store`.
+    ///
+    /// # Errors
+    /// As [`open`]; [`Error::Plan`] if no save of ours is the newest there, for others have no digests.
+    pub async fn open(store: &dyn Store, checkpoint_id: &str) -> Result<Self> {
+        let opened = open(store, None).await?;
+        if opened.source != Source::Strata {
+            return Err(Error::Plan(format!("{}: not a checkpoint of ours, nothing can refer to it", store.url())));
+        }
+        Ok(Self::of(checkpoint_id.to_owned(), opened.manifest))
+    }
+
+    fn of(checkpoint_id: String, manifest: Manifest) -> Self {
+        let mut rows: HashMap<Look, Vec<usize>> = HashMap::new();
+        for (row, item) in manifest.items.iter().enumerate() {
+            let is_candidate =
+                item.kind == Kind::Tensor && item.payload_bytes >= LEAST_BYTES && !item.digests.is_empty();
+            if is_candidate {
+                rows.entry((item.dtype.clone(), item.shape.clone(), item.strides.clone())).or_default().push(row);
+            }
+        }
+        Self { checkpoint_id, manifest, rows }
+    }
+
+    /// Identity of the save in it.
+    pub fn save_id(&self) -> &str {
+        &self.manifest.save_id
+    }
+
+    /// Where `object` really is: in this checkpoint, or where this one refers to.
+    fn owner(&self, object: &Object) -> (String, String) {
+        match object.reference {
+            None => (self.checkpoint_id.clone(), self.manifest.save_id.clone()),
+            Some(reference) => self.manifest.references[reference as usize].clone(),
+        }
+    }
+
+    /// The row that holds what `item` is, if there is one; an item of another name is as good. Blocks.
+    ///
+    /// A tensor that has changed mostly differs in its first block: no more of it is read then.
+    fn row_of(&self, item: &SaveItem) -> Result<Option<usize>> {
+        let look = (item.dtype.clone(), item.shape.clone(), item.strides.clone());
+        let same_bytes = |row: &&usize| self.manifest.items[**row].payload_bytes == item.payload.len();
+        let known = self.rows.get(&look).filter(|_| item.kind == Kind::Tensor);
+        let mut left: Vec<usize> = known.into_iter().flatten().filter(same_bytes).copied().collect();
+        for block in 0..num_blocks(item.payload.len()) {
+            if left.is_empty() {
+                return Ok(None);
+            }
+            let range = block * BLOCK_BYTES..((block + 1) * BLOCK_BYTES).min(item.payload.len());
+            let bytes = payload::on_host(range.end - range.start, &[(0, &item.payload, range)])?;
+            let digest = xxh3(&bytes[0]);
+            left.retain(|row| self.manifest.items[*row].digests[block as usize].xxh3 == digest);
+        }
+        // Of equal ones the item's own: whoever looks into the file finds the name there.
+        let own = left.iter().copied().find(|row| self.manifest.items[*row].fqn == item.fqn);
+        Ok(own.or(left.first().copied()))
+    }
+}
+
+/// Those of `items` that `parent` does not hold, and the others with their rows in it.
+pub(crate) async fn split(
+    items: Vec<SaveItem>,
+    parent: &Arc<Parent>,
+) -> Result<(Vec<SaveItem>, Vec<(SaveItem, usize)>)> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let looks = items.into_iter().map(|item| {
+        let parent = parent.clone();
+        async move {
+            let look = move || parent.row_of(&item).map(|row| (item, row));
+            tokio::task::spawn_blocking(look).await.expect("a digest does not panic")
+        }
+    });
+    let found: Vec<(SaveItem, Option<usize>)> = stream::iter(looks).buffered(threads).try_collect().await?;
+    let (mut changed, mut unchanged) = (Vec::new(), Vec::new());
+    for (item, row) in found {
+        match row {
+            None => changed.push(item),
+            Some(row) => unchanged.push((item, row)),
+        }
+    }
+    Ok((changed, unchanged))
+}
+
+/// Adds to `record` what it need not write: items that stand in objects of other checkpoints.
+pub(crate) fn refer(record: &mut RankRecord, unchanged: Vec<(SaveItem, usize)>, parent: &Parent) {
+    let mut places: HashMap<u32, u32> = HashMap::new();
+    for (item, row) in unchanged {
+        let stored = &parent.manifest.items[row];
+        let object = *places.entry(stored.object).or_insert_with(|| {
+            let object = &parent.manifest.objects[stored.object as usize];
+            let reference = reference_to(record, parent.owner(object));
+            record.objects.push(Object { reference: Some(reference), ..object.clone() });
+            record.objects.len() as u32 - 1
+        });
+        record.referred_bytes += stored.payload_bytes;
+        record.items.push(Item {
+            fqn: item.fqn,
+            offsets: item.offsets,
+            index: item.index,
+            object,
+            inline: None,
+            ..stored.clone()
+        });
+    }
+}
+
+fn reference_to(record: &mut RankRecord, owner: (String, String)) -> u32 {
+    let known = record.references.iter().position(|known| *known == owner);
+    known.unwrap_or_else(|| {
+        record.references.push(owner);
+        record.references.len() - 1
+    }) as u32
+}

@@ -1,0 +1,318 @@
+//! A run's checkpoints: what an incremental one refers to outlives its own checkpoint, and a sweep that dies anywhere
+//! leaves each checkpoint whole or gone.
+
+use std::collections::{BTreeMap, HashSet};
+use std::num::NonZeroU64;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use strata_checkpoint::SaveItem;
+use strata_checkpoint::item::{Entry, Kind, TensorEntry};
+use strata_checkpoint::run::catalog::{Listed, State, catalog};
+use strata_checkpoint::run::retention::Policy;
+use strata_checkpoint::run::sweep::{Rules, Swept, plan_sweep, sweep};
+use strata_checkpoint::run::{CheckpointType, RunInfo};
+use strata_checkpoint::{
+    Commit, CommitStats, Error, Parent, Payload, PromisedEntry, Source, claim_generation, commit, open, open_base,
+    write_items,
+};
+use strata_io::schedule::ByteBudget;
+use strata_io::testing::{Hook, Hooked, Kind as RequestKind, Request};
+use strata_io::{IoConfig, Store};
+
+const NOW: u64 = 2_000_000_000;
+
+/// A tensor of this name and content, large enough to be referred to.
+type Tensor = (&'static str, u8);
+
+fn memory() -> Arc<dyn Store> {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let config = IoConfig {
+        budget: ByteBudget::new(64 << 20),
+        max_concurrency: 4,
+        part_bytes: 16 << 20,
+        fsync: false,
+        direct_io: false,
+        max_tries: 1,
+        deadline: Duration::from_secs(10),
+    };
+    let url = format!("memory://run-{}/root", NUMBER.fetch_add(1, Relaxed));
+    strata_io::open(&url, &BTreeMap::new(), &config).expect("a store")
+}
+
+fn content(fill: u8) -> Bytes {
+    (0..64u32 << 10).map(|i| (i as u8).wrapping_mul(fill).wrapping_add(fill)).collect::<Vec<u8>>().into()
+}
+
+fn item((name, fill): &Tensor) -> SaveItem {
+    SaveItem {
+        fqn: name.as_bytes().to_vec(),
+        offsets: Some(vec![0]),
+        index: None,
+        kind: Kind::Tensor,
+        dtype: Arc::from("float32"),
+        shape: vec![16 << 10],
+        strides: vec![1],
+        payload: Payload::Host(content(*fill)),
+    }
+}
+
+fn promised((name, _): &Tensor) -> PromisedEntry {
+    let tensor = TensorEntry {
+        dtype: "float32".into(),
+        size: vec![16 << 10],
+        strides: Some(vec![1]),
+        requires_grad: false,
+        pin_memory: false,
+        memory_format: 0,
+        layout: "strided".into(),
+    };
+    let entry = Entry { fqn: name.as_bytes().to_vec(), tensor: Some(tensor) };
+    PromisedEntry { entry, chunks: vec![(vec![0], vec![16 << 10])] }
+}
+
+struct Run {
+    root: Arc<dyn Store>,
+    generation: u64,
+}
+
+impl Run {
+    async fn new(root: Arc<dyn Store>) -> Self {
+        let generation = claim_generation(&*root, "me").await.expect("claimed");
+        Self { root, generation }
+    }
+
+    async fn save(&self, step: u64, tensors: &[Tensor], parent: Option<&str>) -> CommitStats {
+        let store = self.root.child(&format!("step-{step}")).expect("a plain name");
+        let save_id = format!("{step:032x}");
+        let base = open_base(&*store, None).await.expect("looked at");
+        let parent = match parent {
+            None => None,
+            Some(folder) => {
+                let place = self.root.child(folder).expect("a plain name");
+                Some(Arc::new(Parent::open(&*place, folder).await.expect("a parent")))
+            }
+        };
+        let items = tensors.iter().map(item).collect();
+        let budget = ByteBudget::new(64 << 20);
+        let record = write_items(&*store, &budget, items, 0, &save_id, parent.as_ref(), &Arc::default()).await;
+        let run = RunInfo {
+            step,
+            epoch: 0,
+            checkpoint_type: if parent.is_some() { CheckpointType::Incremental } else { CheckpointType::Full },
+            metadata: BTreeMap::new(),
+            metrics: BTreeMap::new(),
+            model_hash: None,
+        };
+        let job = Commit {
+            records: vec![record.expect("written")],
+            entries: tensors.iter().map(promised).collect(),
+            planner_data: Vec::new(),
+            stock_metadata: Bytes::from(save_id.clone()),
+            save_id,
+            previous_save_id: String::new(),
+            rank: None,
+            world_size: 1,
+            generation: self.generation,
+            run: Some(run),
+            run_root: Some(&*self.root),
+        };
+        commit(&*store, &base, job).await.expect("committed")
+    }
+
+    async fn sweep(&self, keep: u64) -> Result<Swept, Error> {
+        let rules = Rules {
+            policy: Policy::Last(NonZeroU64::new(keep).expect("not 0")),
+            orphan_age: Duration::from_secs(3600),
+            now: NOW,
+            in_flight: HashSet::new(),
+        };
+        let listed = catalog(&self.root).await?;
+        sweep(&self.root, &listed, &plan_sweep(&listed, &rules), &rules, self.generation).await
+    }
+
+    /// The committed steps; each must hold what was saved there, read through its references.
+    async fn committed(&self, saved: &[(u64, Vec<Tensor>)]) -> Vec<u64> {
+        let mut steps = Vec::new();
+        for listed in catalog(&self.root).await.expect("listed") {
+            if !matches!(listed.state, State::Committed(_)) {
+                continue;
+            }
+            let step = listed.metadata(self.root.url()).expect("of ours").step;
+            let tensors = &saved.iter().find(|(saved, _)| *saved == step).expect("was saved").1;
+            self.check(&listed, tensors).await;
+            steps.push(step);
+        }
+        steps.sort_unstable();
+        steps
+    }
+
+    async fn check(&self, listed: &Listed, tensors: &[Tensor]) {
+        let store = self.root.child(&listed.folder).expect("a plain name");
+        let opened = open(&*store, None).await.expect("opens");
+        assert_eq!(opened.source, Source::Strata);
+        for (name, fill) in tensors {
+            let row = opened.row(name.as_bytes(), Some(&[0])).expect("is in it");
+            let item = &opened.manifest.items[row];
+            let object = &opened.manifest.objects[item.object as usize];
+            let owner =
+                object.reference.map_or(listed.folder.clone(), |at| opened.manifest.references[at as usize].0.clone());
+            let range = item.payload_offset()..item.payload_offset() + item.payload_bytes;
+            let found = self.root.read(&format!("{owner}/{}", object.name), Some(range)).await.expect("is there");
+            assert_eq!(found, content(*fill), "{name} of {}", listed.folder);
+        }
+    }
+
+    /// Every object below the root, but the generations.
+    async fn everything(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        for folder in self.root.list_folders("").await.expect("listed") {
+            for inside in ["/", "/.strata/", "/.strata/uploads/"] {
+                let objects = self.root.list(&format!("{folder}{inside}")).await.expect("listed");
+                found.extend(objects.into_iter().map(|object| object.name));
+            }
+        }
+        found
+    }
+}
+
+#[tokio::test]
+async fn what_has_not_changed_is_referred_to_whatever_it_is_called_now() {
+    let run = Run::new(memory()).await;
+    run.save(1, &[("model.a", 1), ("model.b", 2)], None).await;
+    let stats = run.save(2, &[("model.a", 1), ("model.b", 3), ("ema.b", 2)], Some("step-1")).await;
+    assert_eq!((stats.payload_bytes, stats.referred_bytes), (64 << 10, 128 << 10));
+    // The third refers to where the bytes are, not to who refers to them.
+    let stats = run.save(3, &[("model.a", 1), ("model.b", 3)], Some("step-2")).await;
+    assert_eq!((stats.payload_bytes, stats.referred_bytes), (0, 128 << 10));
+    let saved = [
+        (1, vec![("model.a", 1), ("model.b", 2)]),
+        (2, vec![("model.a", 1), ("model.b", 3), ("ema.b", 2)]),
+        (3, vec![("model.a", 1), ("model.b", 3)]),
+    ];
+    assert_eq!(run.committed(&saved).await, [1, 2, 3]);
+    let opened = open(&*run.root.child("step-3").expect("plain"), None).await.expect("opens");
+    let owners: Vec<&str> = opened.manifest.references.iter().map(|(folder, _)| folder.as_str()).collect();
+    assert_eq!(owners, ["step-1", "step-2"]);
+}
+
+#[tokio::test]
+async fn equal_weights_have_equal_hashes() {
+    let run = Run::new(memory()).await;
+    for (step, fill, parent) in [(1, 1, None), (2, 1, Some("step-1")), (3, 2, Some("step-2"))] {
+        run.save(step, &[("model.a", fill), ("optimizer.a", step as u8 + 10)], parent).await;
+    }
+    let listed = catalog(&run.root).await.expect("listed");
+    let hash = |row: usize| listed[row].metadata("root").expect("of ours").model_hash.expect("has a model");
+    assert_eq!(hash(0), hash(1));
+    assert_ne!(hash(1), hash(2));
+}
+
+#[tokio::test]
+async fn an_object_outlives_its_checkpoint_while_somebody_refers_to_it_and_no_longer() {
+    let run = Run::new(memory()).await;
+    run.save(1, &[("a", 1)], None).await;
+    run.save(2, &[("a", 1), ("b", 2)], Some("step-1")).await;
+    run.sweep(1).await.expect("swept");
+    assert_eq!(run.committed(&[(2, vec![("a", 1), ("b", 2)])]).await, [2]);
+    let of_first = format!("step-1/__0_0.{:032x}.distcp", 1);
+    assert!(run.everything().await.contains(&of_first));
+    run.save(3, &[("a", 5)], None).await;
+    let swept = run.sweep(1).await.expect("swept");
+    assert_eq!(swept.removed, ["step-2"]);
+    assert!(run.everything().await.iter().all(|name| name.starts_with("step-3/")), "{:?}", run.everything().await);
+}
+
+#[tokio::test]
+async fn a_save_in_flight_is_left_alone_and_what_is_left_of_an_old_one_is_not() {
+    let run = Run::new(memory()).await;
+    run.save(1, &[("a", 1)], None).await;
+    let store = run.root.child("step-2").expect("plain");
+    let budget = ByteBudget::new(64 << 20);
+    write_items(&*store, &budget, vec![item(&("a", 2))], 0, &"e".repeat(32), None, &Arc::default())
+        .await
+        .expect("written");
+    let listed = catalog(&run.root).await.expect("listed");
+    let rules = |age: u64, flying: &[&str]| Rules {
+        policy: Policy::All,
+        orphan_age: Duration::from_secs(age),
+        now: std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_secs() + 10,
+        in_flight: flying.iter().map(|folder| (*folder).to_owned()).collect(),
+    };
+    for (rules, expected) in [(rules(3600, &[]), 0), (rules(0, &["step-2"]), 0), (rules(5, &[]), 1)] {
+        let swept =
+            sweep(&run.root, &listed, &plan_sweep(&listed, &rules), &rules, run.generation).await.expect("swept");
+        assert_eq!(swept.num_objects, expected);
+    }
+    assert_eq!(run.committed(&[(1, vec![("a", 1)])]).await, [1]);
+}
+
+#[tokio::test]
+async fn a_run_that_was_replaced_removes_nothing() {
+    let old = Run::new(memory()).await;
+    old.save(1, &[("a", 1)], None).await;
+    old.save(2, &[("a", 2)], None).await;
+    let new = Run::new(old.root.clone()).await;
+    assert!(matches!(old.sweep(1).await, Err(Error::StaleGeneration { found: 2, held: 1, .. })));
+    assert_eq!(new.committed(&[(1, vec![("a", 1)]), (2, vec![("a", 2)])]).await, [1, 2]);
+}
+
+/// Refuses everything once so many requests that change something were made.
+#[derive(Debug)]
+struct Dies {
+    left: AtomicI64,
+}
+
+#[async_trait]
+impl Hook for Dies {
+    async fn before(&self, request: &Request<'_>) -> strata_io::Result<()> {
+        use RequestKind::{Begin, Delete, Finish, Part, Put, PutNew};
+        let changes = matches!(request.kind, Put | PutNew | Begin | Part | Finish | Delete);
+        let left = if changes { self.left.fetch_sub(1, Relaxed) } else { self.left.load(Relaxed) };
+        if left > 0 {
+            return Ok(());
+        }
+        let (object, detail) = (request.name.to_owned(), "the process is dead".to_owned());
+        Err(strata_io::Error::Io { operation: "any", object, errno: None, detail })
+    }
+}
+
+#[tokio::test]
+async fn a_sweep_that_dies_after_any_request_leaves_each_checkpoint_whole_or_gone_and_the_next_ends_it() {
+    let saved = || {
+        [
+            (1, vec![("a", 1), ("b", 1)]),
+            (2, vec![("a", 1), ("b", 2)]),
+            (3, vec![("a", 3), ("b", 2)]),
+            (4, vec![("a", 3), ("b", 4)]),
+        ]
+    };
+    let mut died = 0;
+    for left in 0.. {
+        let run = Run::new(memory()).await;
+        for (step, tensors) in saved() {
+            let parent = (step > 1).then(|| format!("step-{}", step - 1));
+            run.save(step, &tensors, parent.as_deref()).await;
+        }
+        let mortal: Arc<dyn Store> = Arc::new(Hooked::new(run.root.clone(), Dies { left: AtomicI64::new(left) }));
+        let swept = Run { root: mortal, generation: run.generation }.sweep(1).await;
+        let steps = run.committed(&saved()).await;
+        assert!(steps.contains(&4) && steps.is_sorted(), "{steps:?}");
+        run.sweep(1).await.expect("swept");
+        assert_eq!(run.committed(&saved()).await, [4]);
+        let expected = [2u128, 3, 4].map(|step| step);
+        let data: Vec<String> = run.everything().await.into_iter().filter(|name| name.ends_with(".distcp")).collect();
+        // Step 4 wrote b, step 3 wrote a; step 2 and step 1 are needed by none.
+        let named: Vec<String> =
+            expected[1..].iter().map(|step| format!("step-{step}/__0_0.{step:032x}.distcp")).collect();
+        assert_eq!(data, named, "died after {left} requests");
+        died += 1;
+        if swept.is_ok() {
+            break;
+        }
+    }
+    assert!(died > 10, "only {died} deaths");
+}
