@@ -28,8 +28,8 @@ pub struct Commit<'a> {
     pub entries: Vec<PromisedEntry>,
     /// The planner's data, one byte of encoding first.
     pub planner_data: Vec<u8>,
-    /// The new `.metadata`.
-    pub stock_metadata: Bytes,
+    /// The new `.metadata`; None if stock cannot read what is saved.
+    pub stock_metadata: Option<Bytes>,
     /// Of this save.
     pub save_id: String,
     /// Of the `.metadata` that is there; empty if none.
@@ -84,7 +84,7 @@ pub async fn commit(store: &dyn Store, base: &Base, commit: Commit<'_>) -> Resul
         Ok((mut stats, before, manifest)) => {
             let metadata = metadata_name(commit.rank);
             let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
-            match store.put(&metadata, commit.stock_metadata.clone(), PutMode::Overwrite).await {
+            match put_metadata(store, &metadata, commit.stock_metadata.clone()).await {
                 Ok(()) => match collect(store, commit.run_root, &manifest, &before).await {
                     Ok(collected) => stats.collected = collected,
                     Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
@@ -107,6 +107,14 @@ pub async fn commit(store: &dyn Store, base: &Base, commit: Commit<'_>) -> Resul
             Err(error)
         }
         Err(Failure::Unknown(error)) => Err(error),
+    }
+}
+
+/// Replaces what stock reads by; removes it if stock cannot read what is there now.
+async fn put_metadata(store: &dyn Store, name: &str, content: Option<Bytes>) -> strata_io::Result<()> {
+    match content {
+        Some(content) => store.put(name, content, PutMode::Overwrite).await,
+        None => store.delete(name).await,
     }
 }
 

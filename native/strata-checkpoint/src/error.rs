@@ -52,6 +52,12 @@ pub enum Error {
         /// What was looked for.
         detail: String,
     },
+    /// A checkpoint is at the place, and may not be replaced.
+    #[error("a checkpoint is already at {url}, and it may not be overwritten")]
+    Exists {
+        /// The place.
+        url: String,
+    },
     /// Somebody else committed to the place since the save began.
     #[error("{url}: another save committed manifest {number} while this one was writing; nothing was published")]
     Superseded {

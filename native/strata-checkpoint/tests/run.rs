@@ -12,6 +12,8 @@ use bytes::Bytes;
 use strata_checkpoint::SaveItem;
 use strata_checkpoint::item::{Entry, Kind, TensorEntry};
 use strata_checkpoint::run::catalog::{Listed, State, catalog};
+use strata_checkpoint::run::life::Run as Life;
+use strata_checkpoint::run::manager::{CheckpointManager, CheckpointManagerConfig};
 use strata_checkpoint::run::retention::Policy;
 use strata_checkpoint::run::sweep::{Rules, Swept, plan_sweep, sweep};
 use strata_checkpoint::run::{CheckpointType, RunInfo};
@@ -111,7 +113,7 @@ impl Run {
             records: vec![record.expect("written")],
             entries: tensors.iter().map(promised).collect(),
             planner_data: Vec::new(),
-            stock_metadata: Bytes::from(save_id.clone()),
+            stock_metadata: Some(Bytes::from(save_id.clone())),
             save_id,
             previous_save_id: String::new(),
             rank: None,
@@ -315,4 +317,78 @@ async fn a_sweep_that_dies_after_any_request_leaves_each_checkpoint_whole_or_gon
         }
     }
     assert!(died > 10, "only {died} deaths");
+}
+
+fn manager(root: &Arc<dyn Store>, keep: u64) -> CheckpointManager {
+    let policy = Policy::Last(NonZeroU64::new(keep).expect("not 0"));
+    let hour = Duration::from_secs(3600);
+    CheckpointManager::of(Arc::new(Life::new(root.clone(), ByteBudget::new(64 << 20), "me".into(), policy, hour)))
+}
+
+#[tokio::test]
+async fn bytes_are_saved_in_their_order_while_others_go_on_and_the_last_are_kept() {
+    let manager = manager(&memory(), 2);
+    let saves: Vec<_> = (1..=5u8).map(|n| manager.save(vec![n; 100_000], n.into(), 0, CheckpointType::Full)).collect();
+    manager.wait().await;
+    assert!(saves.iter().all(strata_checkpoint::run::manager::PendingSave::is_done));
+    for (n, save) in (1..).zip(saves) {
+        let saved = save.await.expect("saved");
+        assert_eq!((saved.step, saved.size_bytes), (n, 100_000));
+    }
+    let steps: Vec<u64> = manager.all().await.expect("listed").iter().map(|found| found.step).collect();
+    assert_eq!(steps, [4, 5]);
+    assert_eq!(manager.load(5).await.expect("loaded"), vec![5; 100_000]);
+    assert!(matches!(manager.load(3).await, Err(Error::NotFound { .. })));
+    assert_eq!(manager.latest().await.expect("listed").expect("there").step, 5);
+}
+
+#[tokio::test]
+async fn a_step_is_saved_once_and_the_run_does_not_go_back_unless_it_is_taken_back() {
+    let root = memory();
+    let manager = manager(&root, 9);
+    for step in [10, 20, 30] {
+        manager.save(vec![1], step, 0, CheckpointType::Full).await.expect("saved");
+    }
+    let again = manager.save(vec![2], 30, 0, CheckpointType::Full).await;
+    assert!(matches!(again, Err(Error::Exists { .. })), "{again:?}");
+    let back = manager.save(vec![2], 15, 0, CheckpointType::Full).await.expect_err("goes back").to_string();
+    assert!(back.contains("step 15 lies before step 30") && back.contains("rollback(15)"), "{back}");
+    assert_eq!(manager.run().rollback(10).await.expect("taken back"), ["step-20", "step-30"]);
+    assert_eq!(manager.latest().await.expect("listed").expect("there").step, 10);
+    manager.save(vec![3], 15, 0, CheckpointType::Full).await.expect("saved");
+    let steps: Vec<u64> = manager.all().await.expect("listed").iter().map(|found| found.step).collect();
+    assert_eq!(steps, [10, 15]);
+    assert!(root.list("step-30/").await.expect("listed").is_empty(), "the next retention removes what was left behind");
+}
+
+#[tokio::test]
+async fn a_manager_that_would_keep_nothing_is_refused() {
+    let config = |backend: &str, keep_count| CheckpointManagerConfig {
+        storage_backend: backend.to_owned(),
+        checkpoint_dir: "x/y".to_owned(),
+        keep_count,
+    };
+    let none = CheckpointManager::new(config("memory", 0)).await.expect_err("refused").to_string();
+    assert!(none.contains("keep_count: expected at least 1, found 0"), "{none}");
+    let unknown = CheckpointManager::new(config("ftp", 1)).await.expect_err("refused").to_string();
+    assert!(unknown.contains("ftp"), "{unknown}");
+}
+
+#[tokio::test]
+async fn a_checkpoint_that_is_held_stays_and_a_damaged_one_takes_nobodys_place() {
+    let root = memory();
+    let manager = manager(&root, 1);
+    let save = |step: u64| manager.save(vec![1], step, 0, CheckpointType::Full);
+    save(1).await.expect("saved");
+    manager.run().pin("step-1", "an evaluation").await.expect("pinned");
+    save(2).await.expect("saved");
+    let third = save(3).await.expect("saved");
+    let steps = || async { manager.all().await.expect("listed").iter().map(|found| found.step).collect::<Vec<_>>() };
+    assert_eq!(steps().await, [1, 3]);
+    manager.run().unpin("step-1", "an evaluation").await.expect("unpinned");
+    manager.run().quarantine("step-3", &third.id, "a bit flipped").await.expect("marked");
+    assert_eq!(manager.latest().await.expect("listed").expect("there").step, 1);
+    manager.run().retain().await.expect("swept");
+    assert_eq!(steps().await, [1], "the only one that can be resumed from stays");
+    assert!(!root.list("step-3/").await.expect("listed").is_empty(), "a person shall look at it");
 }

@@ -14,6 +14,7 @@ mod classes {
     import_exception!(torch_strata.errors, ChecksumError);
     import_exception!(torch_strata.errors, ManifestError);
     import_exception!(torch_strata.errors, CheckpointError);
+    import_exception!(torch_strata.errors, CheckpointExistsError);
     import_exception!(torch_strata.errors, CheckpointNotFoundError);
     import_exception!(torch_strata.errors, StaleGenerationError);
 }
@@ -28,6 +29,7 @@ pub(crate) fn to_py(error: strata_checkpoint::Error) -> PyErr {
         Error::Checksum { .. } => ChecksumError::new_err(message),
         Error::Manifest { .. } | Error::Unsupported { .. } => ManifestError::new_err(message),
         Error::NotFound { .. } => CheckpointNotFoundError::new_err(message),
+        Error::Exists { .. } => CheckpointExistsError::new_err(message),
         Error::Superseded { .. } => PreconditionError::new_err(message),
         Error::StaleGeneration { .. } => StaleGenerationError::new_err(message),
         Error::Plan(_) | Error::Device(_) => CheckpointError::new_err(message),

@@ -18,6 +18,8 @@ const CONCURRENCY: usize = 16;
 
 /// Marks beside the manifests, each followed by the save_id that it is of, or by a pin's name.
 pub(crate) const QUARANTINED: &str = "quarantined-";
+/// A run that was taken back has left them behind.
+pub(crate) const ABANDONED: &str = "abandoned-";
 pub(crate) const VERIFIED: &str = "verified-";
 pub(crate) const PIN: &str = "pin-";
 
@@ -30,6 +32,8 @@ pub struct Listed {
     pub state: State,
     /// Whether what is committed was found damaged, and is passed over.
     pub is_quarantined: bool,
+    /// Whether the run was taken back behind what is committed.
+    pub is_abandoned: bool,
     /// Whether what is committed was read and found sound.
     pub is_verified: bool,
     /// Who holds it.
@@ -121,6 +125,7 @@ async fn look(run_root: &dyn Store, folder: String) -> Result<Option<Listed>> {
     let is_marked = |mark: &str| !save_id.is_empty() && marks().any(|name| name.strip_prefix(mark) == Some(save_id));
     Ok(Some(Listed {
         is_quarantined: is_marked(QUARANTINED),
+        is_abandoned: is_marked(ABANDONED),
         is_verified: is_marked(VERIFIED),
         pins: marks().filter_map(|name| name.strip_prefix(PIN)).map(str::to_owned).collect(),
         refers_to,

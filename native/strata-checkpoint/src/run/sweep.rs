@@ -64,14 +64,13 @@ pub struct Swept {
 /// What becomes of each checkpoint in `listed`. Pure.
 pub fn plan_sweep(listed: &[Listed], rules: &Rules) -> SweepPlan {
     let known = listed.iter().filter_map(|listed| Some((listed, facts(listed)?)));
-    // One that is damaged takes nobody's place among the last or the best.
-    let (damaged, known): (Vec<_>, Vec<_>) = known.into_iter().partition(|(listed, _)| listed.is_quarantined);
-    let facts: Vec<Facts> = known.iter().map(|(_, facts)| facts.clone()).collect();
+    // Those that nobody can resume from take nobody's place among the last or the best.
+    let (usable, others): (Vec<_>, Vec<_>) = known.into_iter().partition(|(listed, _)| is_usable(listed));
+    let facts: Vec<Facts> = usable.iter().map(|(_, facts)| facts.clone()).collect();
     let decisions = decide(&facts, &rules.policy, rules.now);
-    let stays = || Decision { keeps: true, because: "it was found damaged, and is for a person to look at".to_owned() };
-    let damaged = damaged.into_iter().map(|(listed, facts)| (facts.step, listed.folder.clone(), stays()));
-    let decided = known.iter().zip(decisions).map(|((listed, facts), d)| (facts.step, listed.folder.clone(), d));
-    let mut decisions: Vec<(u64, String, Decision)> = damaged.chain(decided).collect();
+    let others = others.iter().map(|(listed, facts)| (facts.step, listed.folder.clone(), unusable(listed, facts)));
+    let decided = usable.iter().zip(decisions).map(|((listed, facts), d)| (facts.step, listed.folder.clone(), d));
+    let mut decisions: Vec<(u64, String, Decision)> = others.chain(decided).collect();
     decisions.sort_by(|a, b| (a.0, &a.1).cmp(&(b.0, &b.1)));
     let unreadable = listed.iter().filter_map(|listed| match &listed.state {
         State::Unreadable(fault) => Some(fault.clone()),
@@ -79,6 +78,19 @@ pub fn plan_sweep(listed: &[Listed], rules: &Rules) -> SweepPlan {
     });
     let decisions = decisions.into_iter().map(|(_, folder, decision)| (folder, decision)).collect();
     SweepPlan { decisions, notes: unreadable.collect() }
+}
+
+fn is_usable(listed: &Listed) -> bool {
+    !listed.is_quarantined && !listed.is_abandoned
+}
+
+/// What becomes of a checkpoint that was found damaged, or left behind.
+fn unusable(listed: &Listed, facts: &Facts) -> Decision {
+    let damaged = listed.is_quarantined.then(|| "it was found damaged, and is for a person to look at".to_owned());
+    match facts.held.clone().or(damaged) {
+        Some(because) => Decision { keeps: true, because },
+        None => Decision { keeps: false, because: "the run was taken back behind it".to_owned() },
+    }
 }
 
 /// None for what no manager saved: that is not ours to remove.
@@ -114,12 +126,11 @@ pub async fn sweep(
         swept.notes.push("nothing is removed while a manifest of the run cannot be read".to_owned());
         return Ok(swept);
     }
-    let doomed: HashSet<&str> =
-        plan.decisions.iter().filter(|(_, d)| !d.keeps).map(|(folder, _)| folder.as_str()).collect();
-    let mut staying: Vec<&Listed> = listed.iter().filter(|l| !doomed.contains(l.folder.as_str())).collect();
+    let doomed: Vec<&str> = plan.decisions.iter().filter(|(_, d)| !d.keeps).map(|(folder, _)| &**folder).collect();
+    let mut staying: Vec<&Listed> = listed.iter().filter(|l| !doomed.contains(&&*l.folder)).collect();
     let mut going = Vec::new();
-    for folder in plan.decisions.iter().map(|(folder, _)| folder).filter(|folder| doomed.contains(folder.as_str())) {
-        let found = listed.iter().find(|listed| listed.folder == *folder).expect("the plan is of this listing");
+    for folder in doomed {
+        let found = listed.iter().find(|listed| listed.folder == folder).expect("the plan is of this listing");
         if leased(&*run_root.child(folder)?).await? {
             swept.notes.push(format!("{folder}: a reader holds a lease; it stays for now"));
             staying.push(found);
@@ -264,7 +275,7 @@ async fn all_objects(store: &dyn Store) -> Result<Vec<ObjectInfo>> {
 }
 
 async fn remove_all(store: &dyn Store, objects: &[&ObjectInfo], swept: &mut Swept) -> Result<()> {
-    let deletes = objects.iter().map(|object| store.delete(&object.name));
+    let deletes: Vec<_> = objects.iter().map(|object| store.delete(&object.name)).collect();
     stream::iter(deletes).buffer_unordered(CONCURRENCY).try_collect::<()>().await?;
     objects.iter().for_each(|object| swept.count(object));
     Ok(())
