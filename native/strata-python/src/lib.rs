@@ -3,6 +3,7 @@
 mod buffers;
 mod checkpoint;
 mod errors;
+mod run;
 mod runtime;
 mod save;
 mod staging;
@@ -24,6 +25,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<store::Store>()?;
     module.add_class::<upload::Upload>()?;
     save::register(module)?;
+    run::register(module)?;
     staging::register(module)?;
     checkpoint::register(module)?;
     together::register(module)

@@ -13,6 +13,7 @@ use tokio::sync::watch;
 
 use crate::buffers::{Owners, lend_device, lend_memory};
 use crate::errors::to_py;
+use crate::run::{Parent, RawRunInfo, run_info};
 use crate::runtime::wait;
 use crate::store::Store;
 
@@ -90,6 +91,13 @@ pub(crate) struct Transfer {
     progress: Arc<core::Progress>,
 }
 
+impl Transfer {
+    /// How far it has come, for whoever writes.
+    pub fn progress(&self) -> &Arc<core::Progress> {
+        &self.progress
+    }
+}
+
 #[pymethods]
 impl Transfer {
     #[new]
@@ -128,20 +136,26 @@ type RawItem<'py> =
     (Vec<u8>, Option<Vec<u64>>, i64, u32, i64, usize, usize, String, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
 
 #[pyfunction]
-#[pyo3(signature = (store, items, *, rank, save_id, transfer))]
+#[pyo3(signature = (store, items, *, rank, save_id, parent, transfer))]
 fn write_items<'py>(
     py: Python<'py>,
     store: &Store,
     items: Vec<RawItem<'py>>,
     rank: u32,
     save_id: String,
+    parent: Option<&Parent>,
     transfer: &Transfer,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let (store, budget) = store.open()?;
     let items = lend_items(items)?;
+    let parent = parent.map(|parent| parent.parent.clone());
     let (cancelled, progress) = (transfer.cancelled.subscribe(), transfer.progress.clone());
     let record = wait(py, async move {
-        unless_cancelled(core::write_items(&*store, &budget, items, rank, &save_id, &progress), cancelled).await
+        unless_cancelled(
+            core::write_items(&*store, &budget, items, rank, &save_id, parent.as_ref(), &progress),
+            cancelled,
+        )
+        .await
     })?;
     Ok(PyBytes::new(py, &record.encode()))
 }
@@ -219,13 +233,14 @@ pub(crate) struct CommitStats {
     num_objects: u64,
     num_items: u64,
     payload_bytes: u64,
+    referred_bytes: u64,
     collected: u64,
     warnings: Vec<String>,
 }
 
 #[pyfunction]
 #[pyo3(signature = (store, base, records, entries, *, planner_data, stock_metadata, save_id, previous_save_id, rank,
-                    world_size, generation, run_root))]
+                    world_size, generation, run_root, run))]
 #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
 fn commit(
     py: Python<'_>,
@@ -234,33 +249,37 @@ fn commit(
     records: Vec<Vec<u8>>,
     entries: Vec<RawEntry<Vec<u8>>>,
     planner_data: Vec<u8>,
-    stock_metadata: Vec<u8>,
+    stock_metadata: Option<Vec<u8>>,
     save_id: String,
     previous_save_id: String,
     rank: Option<u32>,
     world_size: u32,
     generation: u64,
     run_root: Option<&Store>,
+    run: Option<RawRunInfo>,
 ) -> PyResult<CommitStats> {
     let (store, _) = store.open()?;
     let run_root = run_root.map(Store::open).transpose()?;
     let base = base.base.clone();
+    let run = run.map(run_info).transpose()?;
     let stats = wait(py, async move {
         let records = records.iter().map(|record| RankRecord::decode(record)).collect::<core::Result<_>>()?;
         let job = Commit {
             records,
             entries: entries.into_iter().map(promised).collect(),
             planner_data,
-            stock_metadata: Bytes::from(stock_metadata),
+            stock_metadata: stock_metadata.map(Bytes::from),
             save_id,
             previous_save_id,
             rank,
             world_size,
             generation,
+            run,
             run_root: run_root.as_ref().map(|(store, _)| &**store),
         };
         core::commit(&*store, &base, job).await
     })?;
-    let core::CommitStats { number, fenced, num_objects, num_items, payload_bytes, collected, warnings } = stats;
-    Ok(CommitStats { number, fenced, num_objects, num_items, payload_bytes, collected, warnings })
+    let core::CommitStats { number, fenced, num_objects, num_items, payload_bytes, referred_bytes, .. } = stats;
+    let core::CommitStats { collected, warnings, .. } = stats;
+    Ok(CommitStats { number, fenced, num_objects, num_items, payload_bytes, referred_bytes, collected, warnings })
 }

@@ -82,7 +82,7 @@ impl Store {
     }
 
     #[getter]
-    fn url(&self) -> &str {
+    pub fn url(&self) -> &str {
         &self.url
     }
 

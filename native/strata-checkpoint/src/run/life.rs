@@ -125,7 +125,6 @@ impl Run {
     ) -> Result<CheckpointMetadata> {
         let RunInfo { step, checkpoint_type, .. } = new.run;
         let name = folder(step, checkpoint_type.part());
-        let _flight = self.begin(&name);
         self.check_new(step, checkpoint_type.part(), new.overwrite).await?;
         let store = self.root.child(&name)?;
         let base = open_base(&*store, None).await?;
@@ -175,10 +174,14 @@ impl Run {
         Ok(blobs.remove(0))
     }
 
-    /// Says that a save to the folder `name` is going on, until what is returned is dropped.
-    pub fn begin(&self, name: &str) -> InFlight<'_> {
+    /// Says that a save to the folder `name` is going on, until [`Run::end`]: no sweep touches it.
+    pub fn begin(&self, name: &str) {
         self.in_flight.lock().expect("no panic while held").insert(name.to_owned());
-        InFlight { run: self, name: name.to_owned() }
+    }
+
+    /// Says that it is not any more.
+    pub fn end(&self, name: &str) {
+        self.in_flight.lock().expect("no panic while held").remove(name);
     }
 
     /// What is committed in the folder `name`.
@@ -275,18 +278,5 @@ impl Run {
             }
         }
         Ok(abandoned)
-    }
-}
-
-/// A save that is going on in a folder.
-#[derive(Debug)]
-pub struct InFlight<'a> {
-    run: &'a Run,
-    name: String,
-}
-
-impl Drop for InFlight<'_> {
-    fn drop(&mut self) {
-        self.run.in_flight.lock().expect("no panic while held").remove(&self.name);
     }
 }
