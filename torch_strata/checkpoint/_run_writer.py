@@ -1,0 +1,125 @@
+"""The StrataWriter of a CheckpointManager: knows its run, may refer to an earlier checkpoint, retains afterwards."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_strata import _native
+from torch_strata.checkpoint._store import open_store
+from torch_strata.checkpoint.run import CheckpointType
+from torch_strata.checkpoint.writer import StrataWriter
+from torch_strata.config import StorageConfig
+from torch_strata.errors import StrataError
+
+__all__ = ["RunWriter", "SaveOrder"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOrder:
+    """What is to be saved of a run.
+
+    Attributes:
+        step: Optimizer steps done.
+        epoch: Passes over the data done.
+        checkpoint_type: What it will hold.
+        metadata: The user's own.
+        metrics: The user's own, by which checkpoints are compared.
+        overwrite: Whether a checkpoint of this step may be replaced.
+    """
+
+    step: int
+    epoch: int
+    checkpoint_type: CheckpointType
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    overwrite: bool = False
+
+    @property
+    def folder(self) -> str:
+        """Its folder's name below the run's root."""
+        return _native.run_folder(self.step, self.checkpoint_type.value)
+
+    def as_native(self) -> tuple[Any, ...]:
+        """As `_native.commit` takes it."""
+        return self.step, self.epoch, self.checkpoint_type.value, dict(self.metadata), dict(self.metrics)
+
+
+class _Told(NamedTuple):
+    """What the planning rank tells each rank."""
+
+    rank: int
+    parent: str | None
+
+
+class RunWriter(StrataWriter):
+    """Saves one checkpoint of a run. The planning rank decides which earlier one it may refer to."""
+
+    def __init__(self, root: str, run: _native.Run, order: SaveOrder, *, config: StorageConfig, **settings: Any) -> None:
+        self._root, self._run, self._order = root, run, order
+        self._parent: str | None = None
+        self._model_hash_before: str | None = None
+        super().__init__(f"{root.rstrip('/')}/{order.folder}", config=config, run_root=root, **settings)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As the writer's own, once the run allows this step.
+
+        Raises:
+            CheckpointExistsError: If the step is saved already.
+            CheckpointError: If the run has gone further.
+        """
+        if self._commits:
+            order = self._order
+            newest = self._run.check_new(order.step, order.checkpoint_type.value, overwrite=order.overwrite)
+            if newest is not None and order.checkpoint_type is CheckpointType.INCREMENTAL:
+                self._parent = _native.run_folder(newest, CheckpointType.FULL.value)
+        prepared = super().prepare_local_plan(plan)
+        if self._commits:
+            self._run.hold(self._generation())
+        return prepared
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As the writer's own; tells each rank what it may refer to."""
+        told = super().prepare_global_plan(plans)
+        return [replace(plan, storage_data=_Told(plan.storage_data, self._parent)) for plan in told]
+
+    def _begin_write(self, plan: SavePlan) -> tuple[int, _native.Parent | None]:
+        told: _Told = plan.storage_data
+        parent = None if told.parent is None else self._open_parent(told.parent)
+        return told.rank, parent
+
+    def _open_parent(self, folder: str) -> _native.Parent | None:
+        place = f"{self._root.rstrip('/')}/{folder}"
+        try:
+            return _native.Parent.open(open_store(place, self._config), folder)
+        except StrataError as error:
+            _logger.warning("%s: %s: %s; everything is written", self.checkpoint_id, type(error).__name__, error)
+            return None
+
+    def _run_info(self) -> tuple[Any, ...]:
+        return self._order.as_native()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """As the writer's own; then what the policy does not keep goes. A failure at that is only logged."""
+        super().finish(metadata, results)
+        retain(self._run, self._root)
+
+
+def retain(run: _native.Run, root: str) -> None:
+    """Remove what the policy of `run` does not keep, and log it."""
+    try:
+        removed, num_objects, freed_bytes, notes = run.retain()
+    except StrataError as error:
+        _logger.warning("%s: nothing more is removed for now: %s: %s", root, type(error).__name__, error)
+        return
+    for note in notes:
+        _logger.warning("%s: %s", root, note)
+    if num_objects:
+        names = ", ".join(removed) or "what saves that ended long ago have left"
+        _logger.info("%s: removed %s: %d objects, %.0f MB", root, names, num_objects, freed_bytes / 1e6)

@@ -1,0 +1,527 @@
+"""CheckpointManager: the checkpoints of one run over its whole life.
+
+What there is, what may be saved next and what goes is decided in Rust (native/strata-checkpoint/src/run); states travel
+through `async_save` and DCP.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_strata import _native
+from torch_strata.checkpoint._exchange import world_size
+from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
+from torch_strata.checkpoint._run_writer import RunWriter, SaveOrder, retain
+from torch_strata.checkpoint._store import resolve_config
+from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
+from torch_strata.checkpoint.handle import SaveHandle, SaveProgress
+from torch_strata.checkpoint.restore import restore_state
+from torch_strata.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepLast, Retention
+from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
+from torch_strata.checkpoint.save_stats import SaveStats
+from torch_strata.checkpoint.verify import VerifyReport, verify
+from torch_strata.config import StorageConfig
+from torch_strata.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptionError
+
+__all__ = ["CheckpointHandle", "CheckpointManager"]
+
+_logger = logging.getLogger(__name__)
+
+_PART_KEYS = {CheckpointType.MODEL_ONLY: "model", CheckpointType.OPTIMIZER_ONLY: "optimizer"}
+
+
+class CheckpointHandle:
+    """A save of a manager that goes on in the background.
+
+    Attributes:
+        path: Where it goes: URL or local path.
+        step: What was saved.
+    """
+
+    def __init__(self, handle: SaveHandle, run: _native.Run, order: SaveOrder) -> None:
+        self.path = os.fspath(handle.path)
+        self.step = order.step
+        self._handle, self._run, self._folder = handle, run, order.folder
+
+    @property
+    def progress(self) -> SaveProgress:
+        """How far this rank has come."""
+        return self._handle.progress
+
+    @property
+    def stage_time(self) -> timedelta:
+        """Time for which the caller was held up."""
+        return self._handle.stage_time
+
+    @property
+    def stats(self) -> SaveStats | None:
+        """What the save did on this rank; None before it has ended, and if it failed."""
+        return self._handle.stats
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._handle.done()
+
+    def exception(self, timeout: timedelta | None = None) -> BaseException | None:
+        """Wait for the end; why the save failed, or None.
+
+        Raises:
+            TimeoutError: If it has not ended in time; it goes on.
+        """
+        return self._handle.exception(timeout)
+
+    def result(self, timeout: timedelta | None = None) -> CheckpointMetadata | None:
+        """Wait until the checkpoint is committed, on every rank.
+
+        Returns:
+            What is committed; None after a failure with ``on_failure="continue"``.
+
+        Raises:
+            TimeoutError: If the save has not ended in time; it goes on.
+            StrataError: Why it failed, as `SaveHandle.result`.
+        """
+        if self._handle.result(timeout) is None:
+            return None
+        return CheckpointMetadata.of_native(self._run.found(self._folder))
+
+    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
+        """Call `callback` with this handle at the end, from the thread that saves; at once if that has been."""
+        self._handle.add_done_callback(lambda _: callback(self))
+
+
+class CheckpointManager:
+    """Saves, keeps and restores the checkpoints of one run.
+
+    Every rank makes one with the same arguments, and calls `save` and `load` with the others. Claims the run at its
+    first save: an earlier process of the same run can no longer commit then.
+
+    Args:
+        storage_path: Root of the run: local path or URL.
+        bucket: In place of `storage_path`: a bucket, or a directory with ``storage_type="local"``.
+        storage_type: What `bucket` is in: ``"s3"``, ``"local"`` or another scheme.
+        keep_count: How many of the newest checkpoints are kept; everything if neither this nor `retention` is given.
+        retention: Which are kept. The newest, the newest verified, and those that somebody holds stay in any case.
+        config: Limits of the store.
+        storage_options: The store's own settings; win over those of `config`.
+        process_group: Ranks that save together; the default group if not given.
+        no_dist: Whether this process saves alone, whatever groups there are.
+        timeout: As `async_save`.
+        on_failure: As `async_save`: with "continue" a failed save is only logged, until `max_age` is reached.
+        max_age: If no save has been committed for so long, `save` raises what the last one failed at.
+        trusted_classes: As StrataReader, for loads.
+
+    Raises:
+        ConfigError: If an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        storage_path: str | os.PathLike[str] | None = None,
+        *,
+        bucket: str | None = None,
+        storage_type: str | None = None,
+        keep_count: int | None = None,
+        retention: Retention | None = None,
+        config: StorageConfig | None = None,
+        storage_options: Mapping[str, str] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
+        timeout: timedelta = timedelta(seconds=60),
+        on_failure: OnFailure = "raise",
+        max_age: timedelta | None = None,
+        trusted_classes: Any = (),
+    ) -> None:
+        self._root = _root(storage_path, bucket, storage_type)
+        self._config = resolve_config(config, storage_options)
+        self._retention = _policy(keep_count, retention)
+        self._run = open_run(self._root, self._config, policy=self._retention)
+        self._group, self._no_dist = process_group, no_dist
+        self._timeout, self._on_failure = timeout, on_failure
+        if max_age is not None and (not isinstance(max_age, timedelta) or max_age <= timedelta(0)):
+            raise ConfigError(f"max_age: expected a timedelta above 0, found {max_age!r}")
+        self._max_age = max_age
+        self._trusted = tuple(trusted_classes)
+        self._handles: list[CheckpointHandle] = []
+        self._durable_at = time.monotonic()
+        self._last_failure: BaseException | None = None
+
+    @property
+    def storage_path(self) -> str:
+        """Root of the run."""
+        return self._root
+
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int,
+        epoch: int = 0,
+        checkpoint_type: CheckpointType | str = CheckpointType.FULL,
+        metadata: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+    ) -> CheckpointHandle:
+        """Save in the background; returns when the state is copied.
+
+        Saves are done one after another, in the order of the calls. After each one that is committed the policy is
+        applied. The state of the random number generators of every rank is saved with a whole state.
+
+        Args:
+            state: A state dict or a Stateful, as for ``dcp.save``, on every rank; or bytes, of one process.
+            step: Optimizer steps done; more than those of the newest checkpoint, see `rollback`.
+            epoch: Passes over the data done.
+            checkpoint_type: What to save; of a state dict with the keys ``model`` and ``optimizer`` one part.
+            metadata: The user's own.
+            metrics: The user's own, by which checkpoints are compared.
+            overwrite: Whether a checkpoint of this step may be replaced.
+
+        Raises:
+            ConfigError: If an argument cannot be used.
+            CheckpointError: If a value cannot be copied; if nothing was committed for `max_age`.
+            StrataError: Why the save before failed, if nobody has asked for its result.
+        """
+        order = _order(step, epoch, checkpoint_type, metadata, metrics, overwrite=overwrite)
+        self._check_age()
+        if isinstance(state, bytes | bytearray | memoryview):
+            handle = self._save_bytes(state, order)
+        else:
+            handle = self._save_state(state, order)
+        self._handles = [known for known in self._handles if not known.done()]
+        found = CheckpointHandle(handle, self._run, order)
+        self._handles.append(found)
+        handle.add_done_callback(self._note)
+        return found
+
+    def _save_bytes(self, data: bytes | bytearray | memoryview, order: SaveOrder) -> SaveHandle:
+        if not self._no_dist and (world_size() or 1) > 1:
+            raise ConfigError("bytes are saved by one process: pass no_dist=True on the one that does, or a state dict")
+        taken = bytes(data)  # what can change is copied here; bytes are not
+        path, transfer = f"{self._root}/{order.folder}", _native.Transfer()
+
+        def write() -> SaveStats:
+            started = time.monotonic()
+            raw = self._run.save_bytes(
+                taken, order.as_native(), save_id=os.urandom(16).hex(), overwrite=order.overwrite, transfer=transfer
+            )
+            seconds = time.monotonic() - started
+            retain(self._run, self._root)
+            return SaveStats(save_id=raw[0], written_bytes=raw[4], write_seconds=seconds, committed=True)
+
+        return in_turn(path, write, transfer, on_failure=self._on_failure)
+
+    def _save_state(self, state: Any, order: SaveOrder) -> SaveHandle:
+        held = state.state_dict() if hasattr(state, "state_dict") and not isinstance(state, dict) else state
+        if not isinstance(held, dict):
+            raise ConfigError(f"state: expected a state dict, a Stateful or bytes, found a {type(state).__name__}")
+        key = _PART_KEYS.get(order.checkpoint_type)
+        if key is not None and key not in held:
+            raise ConfigError(f"state: a checkpoint of type {order.checkpoint_type} needs the key {key!r}")
+        if RNG_KEY in held:
+            raise ConfigError(f"state: the key {RNG_KEY!r} is the manager's own")
+        rank = 0 if self._alone else dist.get_rank(self._group)
+        whole = held if key is None else {key: held[key]}
+        if order.checkpoint_type.is_whole:
+            whole = {**whole, RNG_KEY: {str(rank): capture_rng()}}
+        return async_save(
+            whole,
+            storage_writer=RunWriter(self._root, self._run, order, config=self._config, overwrite=True),
+            process_group=self._group,
+            no_dist=self._no_dist,
+            timeout=self._timeout,
+            on_failure=self._on_failure,
+        )
+
+    def load(
+        self, which: int | Literal["latest", "best"] = "latest", state: dict[str, Any] | None = None, *, rng: bool = True
+    ) -> Any:
+        """Load a checkpoint, verified; every rank calls it.
+
+        With "latest", a checkpoint that turns out to be damaged is set aside, said so, and the one before is loaded;
+        nothing of it is removed.
+
+        Args:
+            which: A step, the newest, or the best by the policy's KeepBest.
+            state: Filled in place, as by ``dcp.load``; lists and dicts that have grown since are filled up. If not
+                given, a new state of plain tensors is returned, all of it on this rank.
+            rng: Whether the random number generators go on as they did then.
+
+        Returns:
+            The bytes if bytes were saved; else the state.
+
+        Raises:
+            CheckpointNotFoundError: If there is none.
+            CorruptionError: If the step that was asked for is damaged, or every one is.
+            LayoutMismatchError: If `state` does not fit.
+        """
+        candidates = self._agree(lambda: self._candidates(which))
+        if not candidates:
+            raise CheckpointNotFoundError(f"no checkpoint to resume from at {self._root}")
+        for found in candidates:
+            try:
+                return self._load(found, state, rng=rng)
+            except (CorruptionError, CheckpointException) as error:
+                if which != "latest" or not _is_damage(error):
+                    raise
+                self._set_aside(found, error)
+                failure = error
+        raise failure
+
+    def latest(self) -> CheckpointMetadata | None:
+        """The newest checkpoint to resume from. Looks at the store, on the rank that asks."""
+        whole = [found for found in self.all() if found.checkpoint_type.is_whole]
+        return whole[-1] if whole else None
+
+    def best(self) -> CheckpointMetadata | None:
+        """The best checkpoint by the policy's KeepBest.
+
+        Raises:
+            ConfigError: If there is no KeepBest in the policy.
+        """
+        policy = _find_best(self._retention)
+        if policy is None:
+            raise ConfigError("best: the manager's retention has no KeepBest")
+        whole = [found for found in self.all() if found.checkpoint_type.is_whole]
+        at = policy.best_of([dict(found.metrics) for found in whole])
+        return None if at is None else whole[at]
+
+    def all(self) -> list[CheckpointMetadata]:
+        """Every committed checkpoint, ascending by step; not those that were set aside or left behind.
+
+        Raises:
+            StorageError: If the store cannot be listed: never an empty list for that.
+        """
+        return [CheckpointMetadata.of_native(raw) for raw in self._run.all()]
+
+    def listed(self) -> list[ListedCheckpoint]:
+        """Every folder of the run, with what is the matter with it."""
+        return [ListedCheckpoint.of_native(raw) for raw in self._run.catalog()]
+
+    def wait(self) -> None:
+        """Wait for every save.
+
+        Raises:
+            StrataError: Why one failed, the first that did.
+        """
+        handles, self._handles = self._handles, []
+        failures = [failure for handle in handles if (failure := handle.exception()) is not None]
+        if failures and self._on_failure == "raise":
+            raise failures[0]
+
+    def rollback(self, step: int) -> list[str]:
+        """Take the run back to `step`: later checkpoints are passed over, and go when the policy is applied next.
+
+        On one rank. Returns the folders that are left behind.
+        """
+        self.wait()
+        return self._run.rollback(_check_step(step))
+
+    @contextmanager
+    def hold(self, step: int, who: str) -> Iterator[None]:
+        """No policy removes the checkpoint of `step` meanwhile, in whatever process.
+
+        Raises:
+            CheckpointNotFoundError: If there is none.
+        """
+        folder = _native.run_folder(_check_step(step), CheckpointType.FULL.value)
+        if not who or "/" in who:
+            raise ConfigError(f"who: expected a name without a slash, found {who!r}")
+        self._run.pin(folder, who)
+        try:
+            yield
+        finally:
+            self._run.unpin(folder, who)
+
+    def verify(self, step: int) -> VerifyReport:
+        """Read all of a checkpoint and compare it with its digests; a sound one is not removed while it is the newest
+        that is known to be, a damaged one is set aside.
+        """
+        folder = _native.run_folder(_check_step(step), CheckpointType.FULL.value)
+        found = CheckpointMetadata.of_native(self._run.found(folder))
+        report = verify(found.path, config=self._config)
+        if report.is_sound:
+            self._run.note_verified(folder, found.id)
+        elif report.problems:
+            self._run.quarantine(folder, found.id, report.problems[0])
+        return report
+
+    def retention_plan(self) -> list[tuple[str, bool, str]]:
+        """What the policy would do now: each checkpoint's folder, whether it stays, and why."""
+        return self._run.plan()[0]
+
+    def apply_retention(self) -> None:
+        """Apply the policy now, on one rank."""
+        retain(self._run, self._root)
+
+    @property
+    def last_durable_age(self) -> timedelta:
+        """Time since a save of this process was committed last; since the manager was made, if none was."""
+        return timedelta(seconds=time.monotonic() - self._durable_at)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except Exception as failure:
+            if error is None:
+                raise
+            _logger.error("%s: %s: %s", self._root, type(failure).__name__, failure)
+
+    @property
+    def _alone(self) -> bool:
+        return self._no_dist or world_size() is None
+
+    def _note(self, handle: SaveHandle) -> None:
+        failure = None if handle.stats is not None else handle.failure()
+        if handle.stats is not None:
+            self._durable_at, self._last_failure = time.monotonic(), None
+        else:
+            self._last_failure = failure
+
+    def _check_age(self) -> None:
+        if self._max_age is not None and self.last_durable_age > self._max_age:
+            age = self.last_durable_age
+            raise CheckpointError(
+                f"{self._root}: nothing was committed for {age}, more than max_age={self._max_age}"
+            ) from self._last_failure
+
+    def _agree(self, find: Callable[[], list[CheckpointMetadata]]) -> list[CheckpointMetadata]:
+        """What the first rank finds, or its error, on all of them."""
+        if self._alone:
+            return find()
+        told: list[Any] = [None]
+        if dist.get_rank(self._group) == 0:
+            try:
+                told[0] = find()
+            except Exception as error:
+                told[0] = error
+        dist.broadcast_object_list(told, group=self._group, group_src=0)
+        if isinstance(told[0], Exception):
+            raise told[0]
+        found: list[CheckpointMetadata] = told[0]
+        return found
+
+    def _candidates(self, which: int | str) -> list[CheckpointMetadata]:
+        if which == "latest":
+            return [found for found in reversed(self.all()) if found.checkpoint_type.is_whole]
+        if which == "best":
+            best = self.best()
+            return [] if best is None else [best]
+        step = _check_step(which)
+        at = [found for found in self.all() if found.step == step]
+        if not at:
+            raise CheckpointNotFoundError(f"no checkpoint of step {step} at {self._root}")
+        return sorted(at, key=lambda found: not found.checkpoint_type.is_whole)[:1]
+
+    def _load(self, found: CheckpointMetadata, state: dict[str, Any] | None, *, rng: bool) -> Any:
+        return restore_state(
+            found,
+            self._run,
+            state,
+            rng=rng,
+            config=self._config,
+            process_group=self._group,
+            no_dist=self._alone,
+            trusted_classes=self._trusted,
+        )
+
+    def _set_aside(self, found: CheckpointMetadata, error: BaseException) -> None:
+        _logger.error(
+            "%s is damaged and is passed over; nothing of it is removed: %s: %s", found.path, type(error).__name__, error
+        )
+        if self._alone or dist.get_rank(self._group) == 0:
+            folder = _native.run_folder(found.step, found.checkpoint_type.value)
+            self._run.quarantine(folder, found.id, f"{type(error).__name__}: {error}")
+
+
+def _root(path: str | os.PathLike[str] | None, bucket: str | None, storage_type: str | None) -> str:
+    if (path is None) == (bucket is None):
+        raise ConfigError("CheckpointManager: expected one of storage_path and bucket")
+    if path is not None:
+        if storage_type is not None:
+            raise ConfigError("storage_type: goes with bucket; storage_path says by its scheme where it is")
+        root = os.fspath(path)
+    elif storage_type in (None, "local", "file"):
+        root = str(bucket)
+    elif storage_type in _native.SCHEMES:
+        root = f"{storage_type}://{bucket}"
+    else:
+        raise ConfigError(f"storage_type: expected local, {', '.join(_native.SCHEMES)}, found {storage_type!r}")
+    return root.rstrip("/") or root
+
+
+def _policy(keep_count: int | None, retention: Retention | None) -> Retention:
+    if keep_count is None:
+        if retention is not None and not isinstance(retention, Retention):
+            raise ConfigError(f"retention: expected a policy such as KeepLast(3), found {retention!r}")
+        return KeepAll() if retention is None else retention
+    if retention is not None:
+        raise ConfigError("keep_count: is KeepLast(keep_count); give either it or retention")
+    if type(keep_count) is not int or keep_count < 1:
+        raise ConfigError(f"keep_count: expected an int of at least 1, found {keep_count!r}")
+    return KeepLast(keep_count)
+
+
+def _find_best(policy: Retention) -> KeepBest | None:
+    if isinstance(policy, KeepBest):
+        return policy
+    inner = policy.policies if isinstance(policy, KeepAny) else ()
+    return next((best for best in map(_find_best, inner) if best is not None), None)
+
+
+def _order(
+    step: int,
+    epoch: int,
+    checkpoint_type: CheckpointType | str,
+    metadata: Mapping[str, str] | None,
+    metrics: Mapping[str, float] | None,
+    *,
+    overwrite: bool,
+) -> SaveOrder:
+    try:
+        kind = CheckpointType(checkpoint_type)
+    except ValueError:
+        expected = ", ".join(CheckpointType)
+        raise ConfigError(f"checkpoint_type: expected {expected}, found {checkpoint_type!r}") from None
+    if type(epoch) is not int or not 0 <= epoch < 1 << 63:
+        raise ConfigError(f"epoch: expected an int of at least 0, found {epoch!r}")
+    for key, value in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ConfigError(f"metadata: expected str to str, found {key!r}: {value!r}")
+    numbers = {}
+    for key, value in (metrics or {}).items():
+        try:
+            numbers[str(key)] = float(value)  # a tensor of one element too
+        except (TypeError, ValueError):
+            raise ConfigError(f"metrics: expected numbers, found {key!r}: {value!r}") from None
+    return SaveOrder(
+        step=_check_step(step),
+        epoch=epoch,
+        checkpoint_type=kind,
+        metadata=dict(metadata or {}),
+        metrics=numbers,
+        overwrite=overwrite,
+    )
+
+
+def _check_step(step: object) -> int:
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        raise ConfigError(f"step: expected an int of at least 0, found {step!r}")
+    return step
+
+
+def _is_damage(error: BaseException) -> bool:
+    if isinstance(error, CheckpointException):
+        return any(isinstance(cause, CorruptionError) for cause, _ in error.failures.values())
+    return isinstance(error, CorruptionError)

@@ -1,0 +1,91 @@
+"""Loading one checkpoint of a run: its bytes, a state into place, or all of a state anew."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torch_strata import _native
+from torch_strata.checkpoint._payload import Trusted
+from torch_strata.checkpoint._rng import RNG_KEY, restore_rng
+from torch_strata.checkpoint.planner import StrataLoadPlanner
+from torch_strata.checkpoint.reader import StrataReader
+from torch_strata.checkpoint.run import CheckpointMetadata
+from torch_strata.config import StorageConfig
+
+__all__ = ["restore_state"]
+
+_logger = logging.getLogger(__name__)
+
+# As strata-checkpoint's BYTES_KEY, the one key of a checkpoint of bytes.
+_BYTES = "bytes"
+
+
+def restore_state(
+    found: CheckpointMetadata,
+    run: _native.Run,
+    state: dict[str, Any] | None,
+    *,
+    rng: bool,
+    config: StorageConfig,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    trusted_classes: Sequence[Trusted],
+) -> Any:
+    """Load the checkpoint `found` into `state`, or if that is None, all of it into a new state on this rank.
+
+    Args:
+        found: Which one.
+        run: The run that it is of.
+        state: As for ``dcp.load``.
+        rng: Whether this rank's generators go on as they did then.
+        config: Limits of the store.
+        process_group: Ranks that load together.
+        no_dist: Whether this process loads alone.
+        trusted_classes: As StrataReader.
+
+    Returns:
+        The bytes if bytes were saved; else the state.
+    """
+    reader = StrataReader(found.path, config=config, trusted_classes=trusted_classes)
+    metadata = reader.read_metadata()
+    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+    if set(metadata.state_dict_metadata) == {_BYTES} and not paths:
+        return run.load_bytes(found.step, found.checkpoint_type.value)
+    rank = str(0 if no_dist else dist.get_rank(process_group))
+    wanted = {} if state is None else dict(state)
+    if state is None:
+        _add_slots(wanted, metadata, [fqn for fqn in metadata.state_dict_metadata if paths.get(fqn, ("",))[0] != RNG_KEY])
+    if rng:
+        _add_slots(wanted, metadata, [fqn for fqn, path in paths.items() if path[:2] == (RNG_KEY, rank)])
+    dcp.load(
+        wanted,
+        storage_reader=reader,
+        planner=StrataLoadPlanner(trusted_classes=trusted_classes),
+        process_group=None if no_dist else process_group,
+        no_dist=no_dist or state is None,
+    )
+    generators = wanted.pop(RNG_KEY, {}).get(rank)
+    if generators is not None:
+        restore_rng(generators)
+    elif rng and found.checkpoint_type.is_whole:
+        _logger.warning("%s: rank %s saved no random number generators; those here go on as they are", found.path, rank)
+    if state is None:
+        return wanted
+    state.update(wanted)
+    return state
+
+
+def _add_slots(state: dict[str, Any], metadata: Metadata, fqns: Sequence[str]) -> None:
+    """Add to `state` what the stored keys `fqns` can be loaded into, at their paths."""
+    paths = metadata.planner_data or {}
+    for fqn in fqns:
+        stored = metadata.state_dict_metadata[fqn]
+        is_tensor = isinstance(stored, TensorStorageMetadata)
+        slot = torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else None
+        set_element(state, paths.get(fqn, (fqn,)), slot)
