@@ -1,0 +1,326 @@
+"""CheckpointManager: the right checkpoints are kept, training resumes exactly, and damage is passed over."""
+
+import random
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_strata import StrataReader
+from torch_strata.checkpoint.manager import CheckpointManager
+from torch_strata.checkpoint.retention import KeepAny, KeepBest, KeepEverySteps, KeepLast
+from torch_strata.checkpoint.run import CheckpointType
+from torch_strata.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    StaleGenerationError,
+    StorageError,
+)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model": {"weight": torch.randn(64, 128, generator=generator), "frozen": torch.arange(65536.0)},
+        "optimizer": {"exp_avg": torch.randn(64, 128, generator=generator)},
+        "step": step,
+    }
+
+
+def empty_state() -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.zeros(64, 128), "frozen": torch.zeros(65536)},
+        "optimizer": {"exp_avg": torch.zeros(64, 128)},
+        "step": 0,
+    }
+
+
+def assert_is(state: dict[str, Any], step: int) -> None:
+    expected = state_of(step)
+    assert state["step"] == step
+    for part in ("model", "optimizer"):
+        for key, value in expected[part].items():
+            assert torch.equal(state[part][key], value), f"{part}.{key}"
+
+
+def saved(manager: CheckpointManager, *steps: int, **settings: Any) -> None:
+    for step in steps:
+        manager.save(state_of(step), step=step, **settings).result(timedelta(seconds=60))
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of the largest file of a checkpoint."""
+    victim = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
+    with CheckpointManager(tmp_path / "run") as made:
+        yield made
+
+
+def test_a_loop_keeps_the_last_and_resumes_from_them(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", keep_count=2) as manager:
+        for step in range(1, 6):
+            manager.save(state_of(step), step=step, epoch=step // 2)
+    assert [found.step for found in manager.all()] == [4, 5]
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-4", "step-5"]
+    again = CheckpointManager(tmp_path / "run", keep_count=2)
+    assert again.latest() is not None
+    state = empty_state()
+    again.load("latest", state)
+    assert_is(state, 5)
+
+
+def test_a_handle_tells_what_is_committed(manager: CheckpointManager, tmp_path: Path) -> None:
+    handle = manager.save(state_of(7), step=7, epoch=2, metadata={"who": "me"}, metrics={"loss": torch.tensor(0.5)})
+    assert handle.path == f"{tmp_path}/run/step-7"
+    found = handle.result(timedelta(seconds=60))
+    assert found is not None
+    assert handle.done() and handle.exception() is None
+    assert (found.step, found.epoch, found.checkpoint_type) == (7, 2, CheckpointType.FULL)
+    assert (found.metadata, found.metrics) == ({"who": "me"}, {"loss": 0.5})
+    assert found.size_bytes > 65536 * 4 and found.model_hash is not None
+    assert manager.all() == [found]
+
+
+def test_the_state_may_change_as_soon_as_save_returns(manager: CheckpointManager) -> None:
+    state, data = state_of(1), bytearray(b"x" * 100_000)
+    first = manager.save(state, step=1)
+    state["model"]["weight"].zero_()
+    second = manager.save(data, step=2)
+    data[:] = b"y" * 100_000
+    first.result()
+    second.result()
+    loaded = empty_state()
+    manager.load(1, loaded)
+    assert_is(loaded, 1)
+    assert manager.load(2) == b"x" * 100_000
+
+
+def test_random_numbers_go_on_as_they_would_have(manager: CheckpointManager) -> None:
+    torch.manual_seed(1), random.seed(2), np.random.seed(3)
+    np.random.standard_normal()  # leaves half of a pair behind
+    manager.save(state_of(1), step=1).result()
+
+    def draw() -> tuple[Any, ...]:
+        return torch.rand(3).tolist(), random.gauss(0, 1), np.random.standard_normal(), np.random.randint(1 << 30)
+
+    expected = draw()
+    draw()
+    manager.load("latest", empty_state())
+    assert draw() == expected
+    manager.load("latest", empty_state(), rng=False)
+    assert draw() != expected
+
+
+def test_all_of_a_state_loads_without_a_template(manager: CheckpointManager) -> None:
+    saved(manager, 3)
+    state = manager.load(3)
+    assert set(state) == {"model", "optimizer", "step"}
+    assert_is(state, 3)
+
+
+def test_what_did_not_change_is_not_written_again_and_outlives_its_checkpoint(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", keep_count=1) as manager:
+        saved(manager, 1)
+        saved(manager, 2, 3, checkpoint_type="incremental")
+        found = manager.latest()
+        assert found is not None
+        assert found.checkpoint_type is CheckpointType.INCREMENTAL
+        assert found.size_bytes < 200_000, "the frozen 256 KiB are referred to"
+        state = empty_state()
+        manager.load("latest", state)
+        assert_is(state, 3)
+        assert manager.verify(3).is_sound
+        import torch.distributed.checkpoint as dcp
+
+        stock = {"model": {"frozen": torch.zeros(65536)}}
+        dcp.load(stock, storage_reader=dcp.FileSystemReader(tmp_path / "run/step-3"))
+        assert torch.equal(stock["model"]["frozen"], state["model"]["frozen"]), "stock follows the reference"
+        saved(manager, 4)
+        assert {path.name for path in (tmp_path / "run").rglob("*.distcp")} == {
+            path.name for path in (tmp_path / "run/step-4").glob("*.distcp")
+        }
+
+
+def test_an_incremental_whose_parent_is_gone_says_so(manager: CheckpointManager, tmp_path: Path) -> None:
+    saved(manager, 1)
+    saved(manager, 2, checkpoint_type="incremental")
+    for path in (tmp_path / "run/step-1").glob("*.distcp"):
+        path.unlink()
+    with pytest.raises(BaseException, match=r"step-1/.*step-2 refers to it"):
+        manager.load(2, empty_state())
+
+
+def test_parts_are_saved_and_together_make_the_whole(manager: CheckpointManager) -> None:
+    saved(manager, 4, checkpoint_type="optimizer_only")
+    assert manager.latest() is None, "nobody can resume from a part"
+    part = {"optimizer": {"exp_avg": torch.zeros(64, 128)}}
+    manager.load(4, part)
+    assert torch.equal(part["optimizer"]["exp_avg"], state_of(4)["optimizer"]["exp_avg"])
+
+
+def test_the_best_is_kept_and_found(tmp_path: Path) -> None:
+    retention = KeepAny(KeepLast(1), KeepBest("loss", "min"), KeepEverySteps(4))
+    manager = CheckpointManager(tmp_path / "run", retention=retention)
+    for step, loss in enumerate([0.9, 0.2, 0.5, 0.7, float("nan"), 0.6], start=1):
+        saved(manager, step, metrics={"loss": loss})
+    assert [found.step for found in manager.all()] == [2, 4, 6]
+    assert manager.best() is not None
+    state = empty_state()
+    manager.load("best", state)
+    assert_is(state, 2)
+    plan = {folder: (keeps, because) for folder, keeps, because in manager.retention_plan()}
+    assert plan["step-2"] == (True, "it is one of the best 1 by loss")
+
+
+def test_a_damaged_newest_is_passed_over_and_stays_for_a_person(
+    manager: CheckpointManager, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(manager, 1, 2, 3)
+    flip(tmp_path / "run/step-3")
+    state = empty_state()
+    manager.load("latest", state)
+    assert_is(state, 2)
+    assert "step-3 is damaged and is passed over" in caplog.text
+    assert [found.step for found in manager.all()] == [1, 2]
+    assert list((tmp_path / "run/step-3").glob("*.distcp")), "nothing of it is removed"
+    with pytest.raises(CheckpointNotFoundError):
+        manager.load(3, empty_state())
+
+
+def test_a_damaged_step_that_was_asked_for_is_an_error(manager: CheckpointManager, tmp_path: Path) -> None:
+    saved(manager, 1, 2)
+    flip(tmp_path / "run/step-2")
+    with pytest.raises(BaseException) as caught:
+        manager.load(2, empty_state())
+    causes = [cause for cause, _ in getattr(caught.value, "failures", {0: (caught.value, None)}).values()]
+    assert isinstance(causes[0], CorruptionError)
+    assert [found.step for found in manager.all()] == [1, 2]
+
+
+def test_the_newest_verified_stays(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", keep_count=1)
+    saved(manager, 1)
+    assert manager.verify(1).is_sound
+    saved(manager, 2, 3)
+    assert [found.step for found in manager.all()] == [1, 3]
+    assert manager.verify(3).is_sound
+    saved(manager, 4)
+    assert [found.step for found in manager.all()] == [3, 4]
+
+
+def test_what_is_held_stays_as_long_as_it_is_held(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", keep_count=1)
+    saved(manager, 1)
+    with CheckpointManager(tmp_path / "run").hold(1, "evaluation"):
+        saved(manager, 2, 3)
+        assert [found.step for found in manager.all()] == [1, 3]
+    saved(manager, 4)
+    assert [found.step for found in manager.all()] == [4]
+
+
+def test_a_step_is_saved_once_and_never_backwards_unless_taken_back(manager: CheckpointManager) -> None:
+    saved(manager, 10, 20)
+    with pytest.raises(CheckpointExistsError, match="step-20"):
+        saved(manager, 20)
+    saved(manager, 20, overwrite=True)
+    with pytest.raises(CheckpointError, match=r"step 15 lies before step 20.*rollback\(15\)"):
+        saved(manager, 15)
+    assert manager.rollback(10) == ["step-20"]
+    saved(manager, 15)
+    assert [found.step for found in manager.all()] == [10, 15]
+
+
+def test_a_manager_that_was_replaced_can_commit_and_remove_nothing_more(tmp_path: Path) -> None:
+    old = CheckpointManager(tmp_path / "run", keep_count=1)
+    old.save(b"1", step=1).result()
+    newer = CheckpointManager(tmp_path / "run", keep_count=1)
+    newer.save(b"2", step=2).result()
+    with pytest.raises(StaleGenerationError):
+        old.save(b"3", step=3).result()
+    assert [found.step for found in newer.all()] == [2]
+
+
+def test_failures_are_passed_over_only_until_the_last_checkpoint_is_too_old(tmp_path: Path) -> None:
+    manager = CheckpointManager(
+        tmp_path / "run", on_failure="continue", max_age=timedelta(milliseconds=1), keep_count=1
+    )
+    manager.save(b"1", step=1)
+    (tmp_path / "run").write_text("a file in the way")
+    with pytest.raises(CheckpointError, match="nothing was committed for"):
+        for step in range(2, 50):
+            manager.save(b"2", step=step).exception()
+
+
+def test_a_store_that_cannot_be_listed_is_an_error_and_not_an_empty_run(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file in the way")
+    manager = CheckpointManager(tmp_path / "run")
+    with pytest.raises(StorageError):
+        manager.latest()
+    with pytest.raises(StorageError):
+        manager.load("latest", empty_state())
+
+
+def test_nothing_to_resume_from_is_told(manager: CheckpointManager) -> None:
+    assert manager.latest() is None and manager.all() == []
+    with pytest.raises(CheckpointNotFoundError):
+        manager.load("latest", empty_state())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "one of storage_path and bucket"),
+        ({"storage_path": "a", "bucket": "b"}, "one of storage_path and bucket"),
+        ({"storage_path": "a", "storage_type": "s3"}, "goes with bucket"),
+        ({"bucket": "b", "storage_type": "ftp"}, "expected local, file, s3"),
+        ({"storage_path": "a", "keep_count": 0}, "at least 1, found 0"),
+        ({"storage_path": "a", "keep_count": -3}, "at least 1, found -3"),
+        ({"storage_path": "a", "keep_count": True}, "found True"),
+        ({"storage_path": "a", "keep_count": 1, "retention": KeepLast(1)}, "either it or retention"),
+        ({"storage_path": "a", "retention": "last"}, "expected a policy"),
+        ({"storage_path": "a", "max_age": 3}, "expected a timedelta"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CheckpointManager(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"step": -1}, "step: expected an int of at least 0"),
+        ({"step": 1.0}, "step"),
+        ({"step": 1, "epoch": -1}, "epoch"),
+        ({"step": 1, "checkpoint_type": "half"}, "expected full, incremental"),
+        ({"step": 1, "metadata": {"a": 1}}, "metadata: expected str to str"),
+        ({"step": 1, "metrics": {"loss": "low"}}, "metrics: expected numbers"),
+    ],
+)
+def test_orders_that_make_no_sense_are_refused(manager: CheckpointManager, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        manager.save(state_of(1), **settings)
+    assert manager.all() == []
+
+
+def test_plain_readers_load_what_a_manager_saved(manager: CheckpointManager, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    saved(manager, 5)
+    for reader in (StrataReader(tmp_path / "run/step-5"), dcp.FileSystemReader(tmp_path / "run/step-5")):
+        state = empty_state()
+        dcp.load(state, storage_reader=reader)
+        assert_is(state, 5)
