@@ -32,6 +32,8 @@ pub struct ObjectInfo {
 /// What has happened so far to the requests of a store, of its siblings and of their writers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
+    /// Requests sent, every try and every second request counted.
+    pub requests: u64,
     /// Tries after the first one of each operation.
     pub retries: u64,
     /// Answers by which the store asked for fewer requests.
