@@ -87,9 +87,9 @@ class Store:
     def counters(self) -> dict[str, int]:
         """Events since the store was opened in this process, that of its siblings included; all 0 for local stores.
 
-        ``requests``: requests sent, every try counted. ``retries``: tries after the first of each operation. ``throttled``: answers by which the store asked for fewer
-        requests. ``restarted``: transfers ended because too few bytes moved, and begun again. ``hedged``: second
-        requests for what a first one was slow to bring.
+        ``requests``: requests sent, every try counted. ``retries``: tries after the first of each operation.
+        ``throttled``: answers by which the store asked for fewer requests. ``restarted``: transfers ended because too
+        few bytes moved, and begun again. ``hedged``: second requests for what a first one was slow to bring.
         """
 
 @final

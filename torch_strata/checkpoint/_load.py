@@ -4,7 +4,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class ReadStats:
     requests: int = 0
     bytes_received: int = 0
     seconds: float = 0.0
-    store: StoreStats = StoreStats()
+    store: StoreStats = field(default_factory=StoreStats)
 
     def plus(self, more: _native.ReadStats) -> "ReadStats":
         """The sum of both."""

@@ -132,7 +132,7 @@ class _Bar:
     """A bar on stderr, from the second on in which it is drawn."""
 
     def __init__(self, doing: str, where: str) -> None:
-        import tqdm  # noqa: PLC0415 - a fiftieth of a second that only a bar is worth
+        import tqdm  # a fiftieth of a second that only a bar is worth
 
         class Quiet(tqdm.tqdm):  # type: ignore[type-arg]
             """Without a thread that would look after it: ours does."""

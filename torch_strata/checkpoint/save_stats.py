@@ -1,6 +1,6 @@
 """What a save did, as far as one rank knows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_strata.checkpoint.store_stats import StoreStats
 
@@ -31,7 +31,7 @@ class SaveStats:
     save_id: str
     written_bytes: int = 0
     write_seconds: float = 0.0
-    store: StoreStats = StoreStats()
+    store: StoreStats = field(default_factory=StoreStats)
     committed: bool = False
     number: int = 0
     objects: int = 0
