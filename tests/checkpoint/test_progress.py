@@ -181,9 +181,8 @@ def test_the_log_says_how_a_long_transfer_goes(bucket, caplog, monkeypatch):
             head = f"{url}: {'saving' if method == 'PUT' else 'loading'} on rank 0: "
             assert lines[0] == head + "14 MB"
             assert lines[1].startswith(head) and " of 14 MB, " in lines[1] and " MB/s" in lines[1]
-            assert (" s left" in lines[1]) is (
-                method == "PUT"
-            )  # the load is one request, of which nothing is there yet
+            # The load is one request, of which nothing is there yet.
+            assert (" s left" in lines[1]) is (method == "PUT")
             assert any(line.startswith(head + "moved: 14 MB in ") for line in lines)
     assert any("loading" in line for line in lines)
 

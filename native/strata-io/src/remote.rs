@@ -14,6 +14,7 @@ mod journal;
 mod names;
 pub(crate) mod open;
 mod options;
+mod seen;
 mod signing;
 mod upload;
 

@@ -20,7 +20,7 @@ use object_store::CredentialProvider;
 use object_store::aws::AwsCredential;
 use tokio::sync::Mutex;
 
-use super::http::chain;
+use crate::error::chain;
 
 /// Keys are renewed this long before they expire, as the SDKs do at the latest.
 const RENEW_BEFORE: Duration = Duration::from_secs(5 * 60);

@@ -11,10 +11,11 @@ use object_store::http::HttpBuilder;
 use object_store::{ClientConfigKey, RetryConfig, StaticCredentialProvider};
 
 use super::credentials::{SdkChain, profile_settings};
-use super::http::{Connector, Signer, chain};
+use super::http::{Connector, Signer};
 use super::options::{self, CredentialSource, S3Settings};
 use super::signing::{Clock, Signing};
 use super::{Abilities, Bucket, RemoteStore};
+use crate::error::chain;
 use crate::schedule::PartLimits;
 use crate::{Error, IoConfig, Result};
 
