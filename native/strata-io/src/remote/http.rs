@@ -97,6 +97,15 @@ pub(crate) struct Signer {
     pub(crate) clock: Clock,
 }
 
+impl Signer {
+    /// Signs `request` as it is now, but for its body.
+    pub(crate) async fn sign(&self, request: &mut HttpRequest) -> object_store::Result<()> {
+        let credentials = self.credentials.get_credential().await?;
+        sign(request, &credentials, &self.region, self.clock.now())
+            .map_err(|error| object_store::Error::Generic { store: "S3", source: Box::new(Unsigned(error)) })
+    }
+}
+
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let client = super::client::build(options, self.proxy)?;
@@ -145,10 +154,7 @@ impl Service {
         }
         let is_outdated = |signer: &&Signer| !call.headers.is_empty() || signer.clock.is_corrected();
         let Some(signer) = self.signer.as_ref().filter(is_outdated) else { return Ok(()) };
-        let refused = |error| HttpError::new(HttpErrorKind::Unknown, error);
-        let credentials = signer.credentials.get_credential().await.map_err(refused)?;
-        sign(request, &credentials, &signer.region, signer.clock.now())
-            .map_err(|error| HttpError::new(HttpErrorKind::Unknown, Unsigned(error)))
+        signer.sign(request).await.map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))
     }
 
     /// Sends `request` and waits for the head of the answer, as long as bytes move.
