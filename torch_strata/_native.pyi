@@ -84,6 +84,8 @@ class Store:
     def create(self, name: str, size: int) -> Upload:
         """Begin an object of exactly `size` bytes, to be sent in parts. On local stores the name must be new."""
     def delete(self, name: str) -> None: ...
+    def tidy(self) -> None:
+        """Remove empty folders that a failed save leaves: those made here, and the root if there was none before."""
     def counters(self) -> dict[str, int]:
         """Events since the store was opened in this process, that of its siblings included; all 0 for local stores.
 

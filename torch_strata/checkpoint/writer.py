@@ -442,6 +442,7 @@ class StrataWriter(StorageWriter):
                 self._store().delete(name)
             except StorageError as error:
                 _logger.warning("%s: cannot remove %s of a failed save: %s", os.fspath(self._place), name, error)
+        self._store().tidy()
 
     def _note(self, done: _native.CommitStats, seconds: float) -> None:
         for warning in done.warnings:

@@ -95,6 +95,7 @@ async fn remove(store: &dyn Store, names: &[String]) {
             tracing::warn!("cannot remove {name} of a failed save: {error}");
         }
     }
+    store.tidy().await;
 }
 
 /// One object: what is in it and where.

@@ -154,6 +154,10 @@ pub trait Store: Debug + Send + Sync {
         Counters::default()
     }
 
+    /// Removes the empty folders that a failed save leaves, best effort: those that this handle has made, and the root if
+    /// it has seen that there was none. Stores without folders have nothing to remove.
+    async fn tidy(&self) {}
+
     /// Removes what small writes of processes that have died left in the folder `prefix` (`""`, or ending in `/`), best
     /// effort. A folder that is not there, and a store whose writes leave nothing, are no error.
     async fn sweep(&self, _prefix: &str) -> Result<()> {

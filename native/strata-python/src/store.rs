@@ -133,6 +133,14 @@ impl Store {
         Ok(Upload::new(writer, part_bytes))
     }
 
+    fn tidy(&self, py: Python<'_>) -> PyResult<()> {
+        let (store, _) = self.open()?;
+        wait(py, async move {
+            store.tidy().await;
+            Ok::<_, Error>(())
+        })
+    }
+
     fn delete(&self, py: Python<'_>, name: String) -> PyResult<()> {
         let (store, _) = self.open()?;
         wait(py, async move { store.delete(&name).await.map_err(Error::from) })

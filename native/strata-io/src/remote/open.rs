@@ -124,8 +124,10 @@ fn endpoint(settings: &S3Settings) -> Option<&String> {
 /// Fills in what a profile says, decides the region, and allows plain HTTP on this machine.
 fn complete(settings: &mut S3Settings) -> Result<String> {
     let has_region = settings.keys.contains_key(&S3Key::Region) || settings.keys.contains_key(&S3Key::DefaultRegion);
-    if settings.profile.is_some() || !has_region || endpoint(settings).is_none() {
-        let profile = profile_settings(settings.profile.as_deref());
+    let named = settings.profile.as_deref().map(|name| (name, "the option profile"));
+    let named = named.or(settings.env_profile.as_deref().map(|name| (name, "AWS_PROFILE")));
+    if named.is_some() || !has_region || endpoint(settings).is_none() {
+        let profile = profile_settings(named)?;
         if let Some(region) = profile.region.filter(|_| !has_region) {
             settings.keys.insert(S3Key::Region, region);
         }
