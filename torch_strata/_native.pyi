@@ -84,12 +84,14 @@ class Store:
     def create(self, name: str, size: int) -> Upload:
         """Begin an object of exactly `size` bytes, to be sent in parts. On local stores the name must be new."""
     def delete(self, name: str) -> None: ...
+    def tidy(self) -> None:
+        """Remove empty folders that a failed save leaves: those made here, and the root if there was none before."""
     def counters(self) -> dict[str, int]:
         """Events since the store was opened in this process, that of its siblings included; all 0 for local stores.
 
-        ``retries``: tries after the first of each operation. ``throttled``: answers by which the store asked for fewer
-        requests. ``restarted``: transfers ended because too few bytes moved, and begun again. ``hedged``: second
-        requests for what a first one was slow to bring.
+        ``requests``: requests sent, every try counted. ``retries``: tries after the first of each operation.
+        ``throttled``: answers by which the store asked for fewer requests. ``restarted``: transfers ended because too
+        few bytes moved, and begun again. ``hedged``: second requests for what a first one was slow to bring.
         """
 
 @final
@@ -142,11 +144,8 @@ class Transfer:
     def cancel(self) -> None:
         """End it, also before it begins."""
     @property
-    def total_bytes(self) -> int:
-        """Bytes to write; 0 until that is known."""
-    @property
-    def written_bytes(self) -> int:
-        """Bytes that the store has taken."""
+    def progress(self) -> tuple[int, int]:
+        """Bytes that the store has taken, and bytes to write, 0 until that is known."""
 
 def write_items(
     store: Store,
@@ -313,6 +312,9 @@ class Checkpoint:
     @property
     def stock_metadata(self) -> bytes | None:
         """`.metadata` of a stock checkpoint, to be unpickled by the caller; then call `set_stock_entries`."""
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that all reads so far have brought, and bytes that they were to bring."""
     @property
     def save_id(self) -> str: ...
     @property

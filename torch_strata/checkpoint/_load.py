@@ -4,7 +4,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch_strata.checkpoint._tensors import (
 )
 from torch_strata.checkpoint._together import separated, share_blobs, share_regions
 from torch_strata.checkpoint.planner import StrataLoadPlanner
+from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError, StrataError
 
 __all__ = ["LoadSettings", "ReadStats", "check_coverage", "load_plan"]
@@ -61,6 +62,7 @@ class ReadStats:
         requests: Reads sent to the store.
         bytes_received: Bytes that another rank of the group has read and handed on.
         seconds: Time from plan to the last committed tensor, in seconds.
+        store: What the store went through, the metadata's reading included.
     """
 
     bytes_read: int = 0
@@ -69,6 +71,7 @@ class ReadStats:
     requests: int = 0
     bytes_received: int = 0
     seconds: float = 0.0
+    store: StoreStats = field(default_factory=StoreStats)
 
     def plus(self, more: _native.ReadStats) -> "ReadStats":
         """The sum of both."""

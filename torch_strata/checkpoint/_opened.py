@@ -1,6 +1,7 @@
 """A checkpoint open for reading, ours or stock's, in one form. Imports no torch."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,12 +10,14 @@ from torch_strata import _native
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._safetensors import open_safetensors
 from torch_strata.checkpoint._unpickle import load_stock_metadata
-from torch_strata.errors import CheckpointNotFoundError, CorruptionError
+from torch_strata.errors import CheckpointNotFoundError, CorruptionError, ObjectNotFoundError
 
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
 __all__ = ["Opened", "metadata_name", "open_checkpoint"]
+
+_STOCK_RANK_INDEX = re.compile(r"__\d+\.metadata")
 
 Key = tuple[bytes, tuple[int, ...] | None]
 
@@ -77,6 +80,7 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
     except CheckpointNotFoundError:
         found = open_safetensors(store, where) if rank is None else None
         if found is None:
+            _check_no_rank_saved(store, where, rank)
             raise
         native, entries = found
         # Names with dots are names: each key is its own path.
@@ -106,6 +110,19 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
         transforms={row[:2]: item.transforms for row, item in zip(rows, stock.items, strict=True) if item.transforms},
         save_id=stock.save_id or "",
     )
+
+
+def _check_no_rank_saved(store: _native.Store, where: str, rank: int | None) -> None:
+    """What stock's ranks saved on their own has no index of the whole."""
+    try:
+        listed = store.list("") if rank is None else []
+    except ObjectNotFoundError:
+        return
+    if any(_STOCK_RANK_INDEX.fullmatch(name) for name, _ in listed):
+        raise CheckpointNotFoundError(
+            f"no checkpoint of all ranks at {where}: they saved here without collectives (use_collectives=False), each "
+            "a part of its own: name one, as with strata verify --rank 0"
+        )
 
 
 def _ours(native: _native.Checkpoint, where: str) -> Opened:

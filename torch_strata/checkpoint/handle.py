@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Self
 
 from torch_strata import _native
+from torch_strata.checkpoint.progress import in_words
 from torch_strata.checkpoint.save_stats import SaveStats
 
 __all__ = ["SaveHandle", "SaveProgress"]
@@ -36,9 +37,7 @@ class SaveProgress:
         return self.elapsed * ((self.total_bytes - self.written_bytes) / self.written_bytes)
 
     def __str__(self) -> str:
-        rate = self.written_bytes / 1e6 / max(self.elapsed.total_seconds(), 1e-9)
-        rest = "" if self.remaining is None else f", {self.remaining.total_seconds():.0f} s left"
-        return f"{self.written_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB, {rate:.0f} MB/s{rest}"
+        return in_words(self.written_bytes, self.total_bytes, self.elapsed.total_seconds())
 
 
 class SaveHandle:
@@ -66,11 +65,17 @@ class SaveHandle:
     @property
     def progress(self) -> "SaveProgress":
         """How far this rank has come."""
+        written, total = self._transfer.progress
         return SaveProgress(
-            written_bytes=self._transfer.written_bytes,
-            total_bytes=self._transfer.total_bytes,
+            written_bytes=written,
+            total_bytes=total,
             elapsed=timedelta(seconds=time.monotonic() - self._began),
         )
+
+    @property
+    def stats(self) -> SaveStats | None:
+        """What the save did on this rank; None before it has ended, and if it failed."""
+        return self._future.result() if self.done() and self._future.exception() is None else None
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""

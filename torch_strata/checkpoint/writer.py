@@ -36,6 +36,7 @@ from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_
 from torch_strata.checkpoint._tensors import HOST
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.planning import compact
+from torch_strata.checkpoint.progress import shown, wants_bar
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.staging import (
     check_optimizers,
@@ -45,6 +46,7 @@ from torch_strata.checkpoint.staging import (
     takes_turn,
     wait_for_turn,
 )
+from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptionError, StorageError
 
@@ -108,6 +110,7 @@ class StrataWriter(StorageWriter):
         self._run_root = run_root
         self._run_root_store()
         self._overlap = check_optimizers(overlap)
+        self._is_a_copy = False  # in a process that saves for another one
         self._staged: Lease | None = None
         self._place: str | os.PathLike[str] = path
         self._check_run_root()
@@ -125,6 +128,7 @@ class StrataWriter(StorageWriter):
         self._base: _native.Base | None = None
         self._stats: SaveStats | None = None
         self.transfer = _native.Transfer()
+        self._met_before = StoreStats()
 
     def __getstate__(self) -> dict[str, Any]:
         held = None if self._run_root is None else _claimed.get(self._claim_key(self._run_root))
@@ -136,6 +140,7 @@ class StrataWriter(StorageWriter):
         self.__dict__.update(state)
         if home != os.getpid() and os.fspath(self._place).startswith("memory://"):
             raise ConfigError(f"{self._place}: what another process saves to memory:// nobody else can load")
+        self._is_a_copy = home != os.getpid()
         self._begin_anew()  # the copy and the original may both save: their objects must not have the same names
         if held is not None and self._run_root is not None:
             # A process that saves for another one is of the same run.
@@ -184,6 +189,7 @@ class StrataWriter(StorageWriter):
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
         self._base = None
+        self._met_before = StoreStats.of(self._store())
         if self._staged is not None:
             self._staged.runs_in(threading.current_thread())
 
@@ -218,9 +224,12 @@ class StrataWriter(StorageWriter):
         self._spent = True
         rank = plan.storage_data if self._rank is None else self._rank
         items: list[NativeItem] = []
+        store, transfer = self._store(), self.transfer
+        bar = wants_bar(self._config.progress, in_background=self._is_a_copy)
         try:
             items += resolve_items(plan.items, planner)
-            record = _native.write_items(self._store(), items, rank=rank, save_id=self._save_id, transfer=self.transfer)
+            with shown("saving", os.fspath(self._place), lambda: transfer.progress, self._met, bar=bar):
+                record = _native.write_items(store, items, rank=rank, save_id=self._save_id, transfer=transfer)
         except BaseException as error:
             forget_frames(error)
             raise
@@ -228,7 +237,12 @@ class StrataWriter(StorageWriter):
             arena().release(address for _, _, _, _, device, address, *_ in items if device == HOST)
             items.clear()  # an error's traceback holds this frame
         written = _native.record_bytes(record)
-        self._stats = SaveStats(save_id=self._save_id, written_bytes=written, write_seconds=time.monotonic() - started)
+        self._stats = SaveStats(
+            save_id=self._save_id,
+            written_bytes=written,
+            write_seconds=time.monotonic() - started,
+            store=self._met(),
+        )
         # One compact result a rank: DCP only carries it to `finish`.
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(f"rank {rank}"), written, record)])
@@ -341,6 +355,10 @@ class StrataWriter(StorageWriter):
             return
         self._discard(set(names))
 
+    def _met(self) -> StoreStats:
+        """What the store has gone through since this save began."""
+        return StoreStats.of(self._store()).since(self._met_before)
+
     def _check_place(self, base: _native.Base) -> None:
         place, store = os.fspath(self._place), self._store()
         if not self._overwrite and (base.exists or holds_safetensors(store)):
@@ -424,6 +442,7 @@ class StrataWriter(StorageWriter):
                 self._store().delete(name)
             except StorageError as error:
                 _logger.warning("%s: cannot remove %s of a failed save: %s", os.fspath(self._place), name, error)
+        self._store().tidy()
 
     def _note(self, done: _native.CommitStats, seconds: float) -> None:
         for warning in done.warnings:
@@ -445,6 +464,11 @@ class StrataWriter(StorageWriter):
             commit_seconds=seconds,
             fenced=done.fenced,
             warnings=tuple(done.warnings),
+            store=self._met(),
+        )
+        _logger.info(
+            "%s: committed as number %d: %d objects, %.0f MB of tensors and values, %.2f s for the commit",
+            *(os.fspath(self._place), done.number, done.num_objects, done.payload_bytes / 1e6, seconds),
         )
 
 

@@ -98,6 +98,7 @@ pub async fn commit(store: &dyn Store, base: &Base, commit: Commit<'_>) -> Resul
                     tracing::warn!("cannot remove {name} of a failed save: {error}");
                 }
             }
+            store.tidy().await;
             Err(error)
         }
         Err(Failure::Unknown(error)) => Err(error),

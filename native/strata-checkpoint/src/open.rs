@@ -137,7 +137,10 @@ async fn look(store: &dyn Store, rank: Option<u32>, foreign: Option<&Foreign>) -
     if rank.is_none()
         && let Some(world_size) = complete_ranks(store, 0).await?
     {
-        let detail = format!("{world_size} ranks saved here without collectives; each has its own manifest");
+        let detail = format!(
+            "{world_size} ranks saved here without collectives (use_collectives=False), each a part of its own: name one, as with \
+             strata verify --rank 0"
+        );
         return Err(Error::NotFound { url: store.url().to_owned(), detail });
     }
     found(stock(store, &metadata, warnings).await?)

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
@@ -15,6 +14,7 @@ use crate::container::{Frame, Placement, TensorSpec};
 use crate::item::{Item, Kind, Object};
 use crate::layout::{self, Piece};
 use crate::payload::{self, Payload};
+use crate::progress::Progress;
 use crate::record::RankRecord;
 use crate::{Error, Result};
 
@@ -45,15 +45,6 @@ pub struct SaveItem {
     pub payload: Payload,
 }
 
-/// How far a save of one rank has come; read by whoever shows it.
-#[derive(Debug, Default)]
-pub struct Progress {
-    /// Bytes to write, objects whole; 0 until that is known.
-    pub total_bytes: AtomicU64,
-    /// Bytes that the store has taken.
-    pub written_bytes: AtomicU64,
-}
-
 /// Writes `items` into objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
 ///
 /// # Errors
@@ -70,7 +61,7 @@ pub async fn write_items(
     progress: &Arc<Progress>,
 ) -> Result<RankRecord> {
     let plans = plan_objects(items, rank, save_id)?;
-    progress.total_bytes.store(plans.iter().map(|plan| plan.size).sum(), Relaxed);
+    progress.plan(plans.iter().map(|plan| plan.size).sum());
     let mut record = RankRecord { rank, objects: Vec::new(), items: Vec::new(), payload_bytes: 0 };
     let names: Vec<String> = plans.iter().map(|plan| plan.name.clone()).collect();
     match write_objects(store, budget, plans, &mut record, progress).await {
@@ -104,6 +95,7 @@ async fn remove(store: &dyn Store, names: &[String]) {
             tracing::warn!("cannot remove {name} of a failed save: {error}");
         }
     }
+    store.tidy().await;
 }
 
 /// One object: what is in it and where.
@@ -317,7 +309,7 @@ async fn feed_parts(
         writes.spawn(async move {
             let _permit = permit;
             writer.write_part(part).await?;
-            progress.written_bytes.fetch_add(bytes, Relaxed);
+            progress.moved(bytes);
             Ok(())
         });
         offset += bytes;

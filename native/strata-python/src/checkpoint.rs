@@ -48,8 +48,7 @@ fn is_inside(path: &str) -> bool {
 /// A checkpoint that is open for reading.
 #[pyclass(module = "torch_strata._native", frozen)]
 pub(crate) struct Checkpoint {
-    pub store: Arc<dyn strata_io::Store>,
-    pub budget: ByteBudget,
+    pub reading: core::Reading,
     /// Replaced when stock items are looked at; a read holds the one it began with.
     checkpoint: Mutex<Arc<core::Checkpoint>>,
 }
@@ -64,6 +63,11 @@ type Described = (u32, String, Vec<u64>, Vec<u64>);
 pub(crate) type RawRead<'py> = (usize, Vec<u64>, Vec<u64>, i64, usize, Vec<i64>, Bound<'py, PyAny>);
 
 impl Checkpoint {
+    fn new(store: Arc<dyn strata_io::Store>, budget: ByteBudget, checkpoint: core::Checkpoint) -> Self {
+        let reading = core::Reading { store, budget, progress: Arc::default() };
+        Self { reading, checkpoint: Mutex::new(Arc::new(checkpoint)) }
+    }
+
     /// As it is; what stock items are found to be later is in another one.
     pub fn now(&self) -> Arc<core::Checkpoint> {
         self.checkpoint.lock().expect("never poisoned").clone()
@@ -89,7 +93,7 @@ impl Checkpoint {
         let (store, budget) = store.open()?;
         let opened = store.clone();
         let checkpoint = wait(py, async move { core::open(&*opened, rank).await })?;
-        Ok(Self { store, budget, checkpoint: Mutex::new(Arc::new(checkpoint)) })
+        Ok(Self::new(store, budget, checkpoint))
     }
 
     #[staticmethod]
@@ -99,7 +103,7 @@ impl Checkpoint {
             |(fqn, object, offset, bytes, dtype, shape)| PlainTensor { fqn, object, offset, bytes, dtype, shape };
         let tensors = tensors.into_iter().map(tensor).collect();
         let checkpoint = core::Checkpoint::plain(store.url(), tensors).map_err(to_py)?;
-        Ok(Self { store, budget, checkpoint: Mutex::new(Arc::new(checkpoint)) })
+        Ok(Self::new(store, budget, checkpoint))
     }
 
     #[getter]
@@ -113,6 +117,11 @@ impl Checkpoint {
             Source::Strata | Source::Plain => None,
             Source::Stock(bytes) => Some(PyBytes::new(py, bytes)),
         }
+    }
+
+    #[getter]
+    fn progress(&self) -> (u64, u64) {
+        self.reading.progress.seen()
     }
 
     #[getter]
@@ -186,12 +195,12 @@ impl Checkpoint {
             StockEntry { fqn, offsets, index: u32::try_from(index).ok(), object, offset, length }
         };
         let entries = items.into_iter().map(entry).collect();
-        self.change(|checkpoint| checkpoint.set_stock_entries(self.store.url(), entries)).map_err(to_py)?;
+        self.change(|checkpoint| checkpoint.set_stock_entries(self.reading.store.url(), entries)).map_err(to_py)?;
         Ok(self.is_stock())
     }
 
     fn without_metadata(&self, py: Python<'_>, reason: String) -> PyResult<()> {
-        let (store, checkpoint) = (self.store.clone(), (*self.now()).clone());
+        let (store, checkpoint) = (self.reading.store.clone(), (*self.now()).clone());
         let kept = wait(py, async move { checkpoint.without_metadata(&*store, &reason).await })?;
         *self.checkpoint.lock().expect("never poisoned") = Arc::new(kept);
         Ok(())
@@ -207,7 +216,7 @@ impl Checkpoint {
             Self::item(&checkpoint, *row)?;
         }
         if checkpoint.source != Source::Strata {
-            let (store, wanted, mut changed) = (self.store.clone(), rows.clone(), (*checkpoint).clone());
+            let (store, wanted, mut changed) = (self.reading.store.clone(), rows.clone(), (*checkpoint).clone());
             let changed = wait(py, async move {
                 stock::resolve(&*store, &mut changed, &wanted).await?;
                 Ok::<_, core::Error>(changed)
@@ -236,9 +245,8 @@ impl Checkpoint {
             Self::item(&checkpoint, *row)?;
         }
         let tensors = lend_destinations(&checkpoint, tensors)?;
-        let (store, budget) = (self.store.clone(), self.budget.clone());
-        let (blobs, stats) =
-            wait(py, async move { core::read(store, &budget, checkpoint, tensors, &blobs, mode).await })?;
+        let reading = self.reading.clone();
+        let (blobs, stats) = wait(py, async move { core::read(&reading, checkpoint, tensors, &blobs, mode).await })?;
         Ok((blobs.iter().map(|bytes| PyBytes::new(py, bytes)).collect(), stats.into()))
     }
 
@@ -247,12 +255,12 @@ impl Checkpoint {
         for row in &rows {
             Self::item(&checkpoint, *row)?;
         }
-        let store = self.store.clone();
+        let store = self.reading.store.clone();
         wait(py, async move { core::blob_bytes(&*store, &checkpoint, &rows).await })
     }
 
     fn verify(&self, py: Python<'_>) -> PyResult<(ReadStats, Vec<String>, Vec<String>)> {
-        let (store, checkpoint) = (self.store.clone(), self.now());
+        let (store, checkpoint) = (self.reading.store.clone(), self.now());
         let (stats, found) = wait(py, async move {
             let mut checkpoint = (*checkpoint).clone();
             let rows: Vec<usize> = (0..checkpoint.manifest.items.len()).collect();

@@ -1,7 +1,6 @@
 //! Saving: `write_items`, `open_base`, `commit` and what they exchange.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use bytes::Bytes;
 use pyo3::exceptions::PyValueError;
@@ -102,13 +101,8 @@ impl Transfer {
     }
 
     #[getter]
-    fn total_bytes(&self) -> u64 {
-        self.progress.total_bytes.load(Relaxed)
-    }
-
-    #[getter]
-    fn written_bytes(&self) -> u64 {
-        self.progress.written_bytes.load(Relaxed)
+    fn progress(&self) -> (u64, u64) {
+        self.progress.seen()
     }
 }
 

@@ -180,6 +180,10 @@ impl<H: Hook> Store for Hooked<H> {
     }
 
     /// Not a request of its own: it asks nothing of stores that are reached by requests.
+    async fn tidy(&self) {
+        self.inner.tidy().await;
+    }
+
     async fn sweep(&self, prefix: &str) -> Result<()> {
         self.inner.sweep(prefix).await
     }
