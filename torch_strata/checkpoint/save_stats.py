@@ -12,6 +12,7 @@ class SaveStats:
     Attributes:
         save_id: Identity of the save.
         written_bytes: Bytes that this rank wrote.
+        staged_bytes: Bytes of tensors that this rank copied first, in an asynchronous save.
         write_seconds: Time this rank needed to write them, in seconds.
         committed: Whether this rank committed (the planning rank, or any rank without collectives); the fields below
             are 0 elsewhere.
@@ -27,6 +28,7 @@ class SaveStats:
 
     save_id: str
     written_bytes: int = 0
+    staged_bytes: int = 0
     write_seconds: float = 0.0
     committed: bool = False
     number: int = 0

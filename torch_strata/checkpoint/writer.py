@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from torch_strata import _native
 from torch_strata.checkpoint._arena import Lease, arena, forget_frames
+from torch_strata.checkpoint._assignment import Assignment
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._items import NativeItem, resolve_items
@@ -302,17 +303,19 @@ class StrataWriter(StorageWriter):
         takes_turn(staged.lease)
         return staged
 
-    def copy_state(self, state_dict: dict[str, Any]) -> StagedState | StagedFuture:
-        """As `stage`, whatever else is in flight.
+    def copy_state(self, state_dict: dict[str, Any], *, last: Assignment | None = None) -> StagedState | StagedFuture:
+        """As `stage`, whatever else is in flight; with `last` only what this rank wrote then, as `snapshot` tells.
 
         Raises:
             CheckpointError: As `stage`.
         """
         staged: StagedState | StagedFuture
         if self._overlap:
-            staged = snapshot_behind_training(state_dict, self._overlap, config=self._config, user=self._user)
+            staged = snapshot_behind_training(
+                state_dict, self._overlap, config=self._config, user=self._user, last=last
+            )
         else:
-            staged = snapshot(state_dict, config=self._config, user=self._user)
+            staged = snapshot(state_dict, config=self._config, user=self._user, last=last)
         staged.lease.is_for_one_save = True
         return staged
 
