@@ -223,8 +223,8 @@ class _Piece:
 
     __slots__ = ("device", "later", "num_bytes", "offset", "source", "staged", "strides")
 
-    def __init__(self, source: torch.Tensor, offset: int) -> None:
-        self.source, self.offset, self.num_bytes = source, offset, source.nbytes
+    def __init__(self, source: torch.Tensor, num_bytes: int, offset: int) -> None:
+        self.source, self.num_bytes, self.offset = source, num_bytes, offset
         self.strides: tuple[int, ...] | None = None  # of the copy; None if torch gathers it
         self.device = HOST
         self.later = False
@@ -300,17 +300,18 @@ class _Staging:
 
     def _piece(self, tensor: torch.Tensor) -> _Piece:
         shape, strides = tensor.shape, tensor.stride()
-        device, is_view = tensor.get_device(), tensor.is_conj() or tensor.is_neg()
-        memory = (tensor.data_ptr(), device, shape, strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
+        memory = (tensor.data_ptr(), tensor.get_device(), shape, strides, tensor.dtype, is_conj, is_neg)
         piece = self._by_memory.get(memory)
         if piece is None:
-            align = _LEAST_ALIGN if tensor.nbytes < _ALIGNED_BYTES else _PAGE_BYTES
+            num_bytes = tensor.nbytes
+            align = _LEAST_ALIGN if num_bytes < _ALIGNED_BYTES else _PAGE_BYTES
             offset = -(-self._num_bytes // align) * align
-            piece = self._by_memory[memory] = _Piece(tensor, offset)
-            self._num_bytes = offset + piece.num_bytes
+            piece = self._by_memory[memory] = _Piece(tensor, num_bytes, offset)
+            self._num_bytes = offset + num_bytes
             if is_reachable(tensor):
                 piece.device = device_number(tensor)
-                if not is_view and (tensor.is_contiguous() or is_dense(tuple(shape), strides)):
+                if not (is_conj or is_neg) and (tensor.is_contiguous() or is_dense(tuple(shape), strides)):
                     piece.strides = strides
                     piece.later = bool(self._later) and tensor.untyped_storage()._cdata in self._later
             self._pieces.append(piece)
@@ -346,7 +347,7 @@ class _Staging:
         if isinstance(place, dict):
             return rows_only({rows: self._staged(piece) for rows, piece in place.items()})
         staged = self._clone(local) if place is None else self._staged(place)
-        return staged if local is tensor else shard_like(staged, tensor)
+        return shard_like(staged, tensor) if isinstance(tensor, DTensor) else staged
 
     def _staged(self, piece: _Piece) -> torch.Tensor:
         if piece.staged is None:
