@@ -35,6 +35,7 @@ from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._stock_pickle import Placed, stock_pickle
 from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
 from torch_strata.checkpoint._tensors import HOST
+from torch_strata.checkpoint._training_group import warn_of_training_group
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.planning import compact
 from torch_strata.checkpoint.save_stats import SaveStats
@@ -289,13 +290,14 @@ class StrataWriter(StorageWriter):
     def stage(self, state_dict: dict[str, Any]) -> StagedState | StagedFuture:
         """A copy of the state on the host, for ``dcp.async_save``; complete when it returns, unless ``overlap`` is set.
 
-        Waits for DCP's save in the background before it. The copy serves one save: when that has written it, its memory
-        goes to a later one.
+        Waits for DCP's save in the background before it, and warns once if that gathers on training's group. The copy
+        serves one save: when that has written it, its memory goes to a later one.
 
         Raises:
             CheckpointError: If a value cannot be copied, naming it; if ``max_staging_bytes`` are less than the state,
                 or in use for longer than ``deadline``.
         """
+        warn_of_training_group()
         forget_dead_process()
         wait_for_turn(user=self._user, deadline_seconds=self._config.deadline.total_seconds())
         staged = self.copy_state(state_dict)
