@@ -38,6 +38,9 @@ __all__ = ["async_save"]
 
 _logger = logging.getLogger(__name__)
 
+# Part of `timeout` for removing what a failed save has written; others need some to hear of it, and to stop.
+_CLEANING_SHARE = 4
+
 OnFailure = Literal["raise", "continue"]
 
 
@@ -205,7 +208,7 @@ class _Part:
             error.add_note(str(lost))
             failure = Failure(self.board.rank, error)
         if self.is_running and not self.may_be_committed:
-            self.writer.discard()
+            self.writer.discard(within=self.board.timeout / _CLEANING_SHARE)
         if failure.rank != self.board.rank:
             failure.cause.add_note(f"rank {failure.rank} of {self.board.world_size} failed at this, first of all")
         return failure.cause

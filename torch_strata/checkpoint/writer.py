@@ -5,12 +5,14 @@ rank has committed; a failed save leaves the checkpoint that was there.
 """
 
 import logging
+import math
 import os
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +50,14 @@ from torch_strata.checkpoint.staging import (
     wait_for_turn,
 )
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptionError, StorageError
+from torch_strata.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    CorruptionError,
+    ObjectNotFoundError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
@@ -197,7 +206,7 @@ class StrataWriter(StorageWriter):
             StorageError: If the place cannot be reached.
         """
         if self._commits:
-            self._base = _native.open_base(self._store(), rank=self._own_rank)
+            self._base = _native.open_base(self._store(), rank=self._own_rank, transfer=self.transfer)
             self._check_place(self._base)
             if self._base.stale_metadata:
                 self._republish()
@@ -337,14 +346,22 @@ class StrataWriter(StorageWriter):
         """Give memory for staging that no save of this process uses back to the system: after the last save."""
         arena().trim()
 
-    def discard(self) -> None:
-        """Remove what this save has written, which nobody may commit any more. What cannot be removed is logged."""
+    def discard(self, *, within: timedelta) -> None:
+        """Remove what this save has written, which nobody may commit any more. What cannot be removed is logged.
+
+        Args:
+            within: Time for it: those who wait for the end of a failed save wait no longer than that for its cleaning.
+        """
+        ends_at = time.monotonic() + within.total_seconds()
+        store = open_store(self._place, replace(self._config, deadline=min(self._config.deadline, within)))
         try:
-            names = [name for name, _ in self._store().list("") if f".{self._save_id}." in name]
+            names = [name for name, _ in store.list("") if f".{self._save_id}." in name]
+        except ObjectNotFoundError:
+            return  # nothing was ever written there
         except StorageError as error:
             _logger.warning("%s: cannot look for objects of a failed save: %s", os.fspath(self._place), error)
             return
-        self._discard(set(names))
+        self._discard(set(names), store, ends_at)
 
     def _check_place(self, base: _native.Base) -> None:
         place, store = os.fspath(self._place), self._store()
@@ -422,11 +439,15 @@ class StrataWriter(StorageWriter):
         meta = StorageMeta(checkpoint_id=os.fspath(self._place), save_id=save_id)
         return stock_pickle(entries, placed, planner_data=planner_data, storage_meta=meta, version=DCP_VERSION)
 
-    def _discard(self, names: set[str]) -> None:
+    def _discard(self, names: set[str], store: _native.Store | None = None, ends_at: float = math.inf) -> None:
         """Remove the objects of a save that cannot be committed."""
+        store = store or self._store()
         for name in sorted(names):
+            if time.monotonic() > ends_at:
+                _logger.warning("%s: no time to remove %s of a failed save", os.fspath(self._place), name)
+                continue
             try:
-                self._store().delete(name)
+                store.delete(name)
             except StorageError as error:
                 _logger.warning("%s: cannot remove %s of a failed save: %s", os.fspath(self._place), name, error)
 
