@@ -10,13 +10,13 @@ process: a turn is one save and the steps until the next. Prints a markdown tabl
 import argparse
 import json
 import shlex
-import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +94,11 @@ def main() -> None:
         for save in contenders.values():  # the first save of each takes memory from the system
             _turn(training, save, args.every)
         turns: dict[str, list[Turn]] = {name: [] for name in contenders}
-        m.alternate(
-            {
-                name: lambda n=name, s=save: turns[n].append(_turn(training, s, args.every))
-                for name, save in contenders.items()
-            },
-            num_rounds=args.rounds,
-        )
-        shutil.rmtree(place / "ours", ignore_errors=True)
+
+        def take_turn(name: str) -> None:
+            turns[name].append(_turn(training, contenders[name], args.every))
+
+        m.alternate({name: partial(take_turn, name) for name in contenders}, num_rounds=args.rounds)
     _report(training, turns, args)
 
 

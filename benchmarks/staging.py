@@ -37,7 +37,11 @@ MEMCPY = "memcpy"
 def main() -> None:
     """Run the contenders in turn and print their table."""
     args = _arguments()
-    makers = {"mixed": _state, "transformer": transformer_state, "shards": lambda size: small_shards()}
+    makers: dict[str, Callable[[int], dict[str, Any]]] = {
+        "mixed": _state,
+        "transformer": transformer_state,
+        "shards": lambda _: small_shards(),
+    }
     state = makers[args.state](int(args.size_gb * GB))
     tensors = {key: value for key, value in flatten_state_dict(state)[0].items() if isinstance(value, torch.Tensor)}
     contenders = {
