@@ -77,6 +77,7 @@ class Training:
 def main() -> None:
     """Let the contenders take turns and print their table."""
     args = _arguments()
+    torch.set_num_threads(args.threads)
     training = Training(args.layers, args.width)
     for _ in range(3):
         training.step()
@@ -149,9 +150,10 @@ def _report(training: Training, turns: dict[str, list[Turn]], args: argparse.Nam
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--every", type=int, default=15, help="steps from save to save")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--threads", type=int, default=1, help="of training; the cores beyond are for saves")
+    parser.add_argument("--every", type=int, default=10, help="steps from save to save")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None, help="where to save; three times the state's size")
     parser.add_argument("--json", type=Path, default=None, help="also write every figure to this file")
