@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -309,6 +310,19 @@ def test_the_copies_of_a_plan_that_holds_are_all_that_it_needs():
     for plan, assignment in zip(final, last, strict=True):
         assert plan.items.key == assignment.claim.key
         assert plan.items.selection.rows.tolist() == assignment.claim.selection.rows.tolist()
+
+
+class Marked(WriteItem):
+    """An item that columns cannot hold."""
+
+
+def test_where_dcp_has_to_plan_nothing_is_left_to_ranks_that_copied_a_part():
+    states = [{"w": torch.empty(MIB, device="meta")} for _ in range(2)]
+    claiming, other = assignments(states)[0].repeated(), local_plan(states[1])
+    (item,) = other.items
+    foreign = SavePlan([Marked(item.index, item.type, None, item.tensor_data)], planner_data=other.planner_data)
+    with pytest.raises(CheckpointError, match="the next save copies everything"):
+        StrataSavePlanner().create_global_plan([claiming, foreign])
 
 
 def test_a_state_of_another_structure_is_copied_whole():

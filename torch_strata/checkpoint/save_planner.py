@@ -81,12 +81,18 @@ class StrataSavePlanner(DefaultSavePlanner):
 
         Raises:
             LayoutMismatchError: If the plans do not fit together, naming tensors, ranks and regions.
+            CheckpointError: If no rank has copied a tensor that is to be saved.
         """
         if all(isinstance(plan.items, PackedItems) for plan in all_plans):
             self.global_plan, self.metadata = merge(all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank)
             if not self.flatten_state_dict:
                 self.metadata.planner_data = None
         else:  # an item of a foreign class is DCP's to plan
+            if any(getattr(plan.items, "claim", None) is not None for plan in all_plans):
+                raise CheckpointError(
+                    "a rank saves an object that only DCP can plan, which no rank did the last time: the others copied "
+                    "no more than their part; the next save copies everything"
+                )
             plain = [replace(plan, planner_data=dict(plan.planner_data.mapping)) for plan in all_plans]
             self.global_plan, self.metadata = self._create_global_plan(plain)
         return self.global_plan, self.metadata
