@@ -130,8 +130,8 @@ class Base:
     def ranks(self) -> int | None:
         """How many ranks saved here on their own, if that is the newest state and `open_base` was given a rank."""
 
-def open_base(store: Store, *, rank: int | None) -> Base:
-    """Look at a place before saving to it. `rank`: for a save without collectives, else None."""
+def open_base(store: Store, *, rank: int | None, transfer: Transfer | None = None) -> Base:
+    """Look at a place before saving to it. `rank`: for a save without collectives, else None. `transfer` can end it."""
 
 def claim_generation(run_root: Store, *, owner: str) -> int:
     """Take the next generation of a run root (create-only numbered record). `owner`: this process's nonce."""

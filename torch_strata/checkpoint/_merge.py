@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_strata.checkpoint._claims import assigned_by_copies
 from torch_strata.checkpoint._columns import BYTES, SHARD, TENSOR, Columns, Ints, pack_ints, padded, unpack_ints
 from torch_strata.checkpoint._overlaps import Boxes, plan_faults
 from torch_strata.errors import LayoutMismatchError
 
-__all__ = ["Merged", "Selection", "merge_columns"]
+__all__ = ["Holders", "Merged", "Offers", "Selection", "merge_columns"]
 
 # What an item costs beyond its bytes, in bytes that are written meanwhile: about 30 us at 1 GB/s
 # (`benchmarks/small_tensors.py`). Keeps ranks equal that share many small tensors.
@@ -83,7 +84,7 @@ class Merged:
 
 
 @dataclass(frozen=True, eq=False)
-class _Offers:
+class Offers:
     """All ranks' items in one table; a row is one rank's offer of one chunk."""
 
     rank: Ints
@@ -98,7 +99,7 @@ class _Offers:
 
 
 @dataclass(frozen=True, eq=False)
-class _Holders:
+class Holders:
     """The offers of each chunk, one chunk after the other, by rank."""
 
     row: Ints
@@ -109,14 +110,18 @@ class _Holders:
         return np.diff(np.append(self.begin, len(self.row)))
 
 
-def merge_columns(plans: Sequence[Columns], *, to_lowest_rank: bool = False) -> Merged:
+def merge_columns(
+    plans: Sequence[Columns], *, to_lowest_rank: bool = False, claims: Sequence[Selection | None] = ()
+) -> Merged:
     """Give each chunk that several ranks hold to one of them, or its rows to several, and check the whole.
 
     Args:
         plans: What each rank offers to write, by rank.
         to_lowest_rank: Whether the lowest rank that holds a chunk writes it, whatever that does to the balance.
+        claims: What alone each rank has copied, by rank, None for everything; if given, that is what it may write.
 
     Raises:
+        CheckpointError: If no rank has copied a chunk.
         LayoutMismatchError: If ranks disagree about a tensor, or if what they would write overlaps, lies outside, or
             leaves a hole, naming the tensors, ranks and regions. Holes are no fault where one rank saves alone.
     """
@@ -133,7 +138,10 @@ def merge_columns(plans: Sequence[Columns], *, to_lowest_rank: bool = False) -> 
     if faults:
         more = f"; and {len(faults) - _NAMED_FAULTS} more" if len(faults) > _NAMED_FAULTS else ""
         raise LayoutMismatchError(f"the ranks' plans do not fit together: {'; '.join(faults[:_NAMED_FAULTS])}{more}")
-    row, first, count = _assigned(offers, holders, len(plans), to_lowest_rank=to_lowest_rank)
+    if claims:
+        row, first, count = assigned_by_copies(offers, holders, list(ids), claims)
+    else:
+        row, first, count = _assigned(offers, holders, len(plans), to_lowest_rank=to_lowest_rank)
     return _merged(offers, row, first, count, list(ids), samples, len(plans))
 
 
@@ -155,7 +163,7 @@ def _number_names(plans: Sequence[Columns], ids: dict[str, int], samples: list[t
     return found
 
 
-def _offers(plans: Sequence[Columns], names: Sequence[Ints]) -> _Offers:
+def _offers(plans: Sequence[Columns], names: Sequence[Ints]) -> Offers:
     num_dims = max((int(plan.shared.ndims.max(initial=0)) for plan in plans), default=0)
     counts = [len(plan) for plan in plans]
     divisible = [np.array([t.is_divisible for t in plan.shared.table] + [False]) for plan in plans]
@@ -167,7 +175,7 @@ def _offers(plans: Sequence[Columns], names: Sequence[Ints]) -> _Offers:
         rows = [padded(flat, ndims, fill=fill, num_dims=num_dims) for flat, ndims in parts]
         return np.concatenate(rows) if rows else np.zeros((0, 0), dtype=np.int64)
 
-    return _Offers(
+    return Offers(
         rank=np.repeat(np.arange(len(plans), dtype=np.int64), counts),
         row=joined([np.arange(count, dtype=np.int64) for count in counts]),
         name=joined(names),
@@ -181,7 +189,7 @@ def _offers(plans: Sequence[Columns], names: Sequence[Ints]) -> _Offers:
 
 
 def _agreed_sizes(
-    plans: Sequence[Columns], offers: _Offers, names: Sequence[str], samples: Sequence[tuple[int, int]]
+    plans: Sequence[Columns], offers: Offers, names: Sequence[str], samples: Sequence[tuple[int, int]]
 ) -> Ints:
     """The whole size of each name; shape ``(names, dims)``.
 
@@ -222,7 +230,7 @@ def _described(plan: Columns, row: int) -> str:
     return f"{plan.shared.table[plan.shared.templates[row]].dtype} {tuple(plan.shared.sizes[begin:end].tolist())}"
 
 
-def _distinct(offers: _Offers, names: Sequence[str]) -> _Holders:
+def _distinct(offers: Offers, names: Sequence[str]) -> Holders:
     """Who offers each chunk.
 
     Raises:
@@ -247,16 +255,16 @@ def _distinct(offers: _Offers, names: Sequence[str]) -> _Holders:
         raise LayoutMismatchError(
             f"{names[offers.name[row[at]]]!r}: rank {rank[at]} writes {_region(offers, row[at])} twice"
         )
-    return _Holders(row, np.flatnonzero(np.append(True, leader[1:] != leader[:-1])[: len(row)]))
+    return Holders(row, np.flatnonzero(np.append(True, leader[1:] != leader[:-1])[: len(row)]))
 
 
-def _region(offers: _Offers, row: int) -> str:
+def _region(offers: Offers, row: int) -> str:
     dims = range(int(offers.ndim[row]))
     ends = [(int(offers.offsets[row, d]), int(offers.offsets[row, d] + offers.lengths[row, d])) for d in dims]
     return f"[{', '.join(f'{begin}:{end}' for begin, end in ends)}]"
 
 
-def _assigned(offers: _Offers, holders: _Holders, num_ranks: int, *, to_lowest_rank: bool) -> tuple[Ints, Ints, Ints]:
+def _assigned(offers: Offers, holders: Holders, num_ranks: int, *, to_lowest_rank: bool) -> tuple[Ints, Ints, Ints]:
     """Offers that are taken up, with the first row and the number of rows that are meant; -1 for all."""
     counts = holders.counts
     if to_lowest_rank or not (counts > 1).any():
@@ -304,7 +312,7 @@ def _pieces(rows: int, total: int, num_pieces: int, num_ranks: int) -> list[tupl
 
 
 def _merged(
-    offers: _Offers,
+    offers: Offers,
     row: Ints,
     first: Ints,
     count: Ints,

@@ -4,14 +4,13 @@ The order of DCP's own save, with a notice board where DCP gathers and scatters.
 meanwhile, and no rank waits without end.
 """
 
-import itertools
 import logging
 import os
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -23,11 +22,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_strata import _native
+from torch_strata.checkpoint._assignment import Assignment, assignment_of
 from torch_strata.checkpoint._board import PLANNING_RANK, Beats, Board, Failure
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint.handle import SaveHandle
+from torch_strata.checkpoint.planning import ChosenItems
 from torch_strata.checkpoint.save_planner import StrataSavePlanner
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.writer import StrataWriter
@@ -36,6 +37,9 @@ from torch_strata.errors import CheckpointError, ConfigError, CoordinationError
 __all__ = ["async_save"]
 
 _logger = logging.getLogger(__name__)
+
+# Part of `timeout` for removing what a failed save has written; others need some to hear of it, and to stop.
+_CLEANING_SHARE = 4
 
 OnFailure = Literal["raise", "continue"]
 
@@ -56,6 +60,10 @@ def async_save(
     Every rank of the group calls it, in the same order. No collective runs, neither here nor in the background: ranks
     leave word in the store of the group, whatever its backend moves. Saves of a process are done one after another.
     At the end of the interpreter a save in flight is completed first.
+
+    With the default planner, a rank that saves a state of the same structure as the time before copies only what it
+    wrote then (``SaveStats.staged_bytes``); tensors that other ranks hold too and write are left to them. The first
+    call, one that comes while the save before is still being planned, and one after a failure copy everything.
 
     Args:
         state_dict: As for ``dcp.save``.
@@ -81,20 +89,23 @@ def async_save(
         raise ConfigError(f"on_failure: expected 'raise' or 'continue', found {on_failure!r}")
     place = writer.checkpoint_id if checkpoint_id is None else checkpoint_id
     process = _process()
-    board, earlier = process.board(process_group, no_dist=no_dist, timeout=timeout)
+    group = process.group(process_group, no_dist=no_dist)
+    board = group.board(timeout)
+    planner = planner or StrataSavePlanner()
     transfer = _native.Transfer()
     part = _Part(
         board=board,
         writer=writer,
-        planner=planner or StrataSavePlanner(),
+        planner=planner,
         place=place,
-        earlier=earlier,
+        group=group,
+        number=group.num_saves,
         transfer=transfer,
     )
     process.beats.start(board, part.give_up)
     try:
         process.raise_unseen()
-        staged = writer.copy_state(_plain(state_dict))
+        staged = writer.copy_state(_plain(state_dict), last=group.last_assignment(planner))
     except BaseException as error:
         # The others are in this save already, or will be, and learn of it there.
         part.end_by(error)
@@ -147,12 +158,15 @@ class _Part:
     writer: StrataWriter
     planner: SavePlanner
     place: str | os.PathLike[str]
-    earlier: list[Board]
+    group: "_Group"
+    number: int
     transfer: _native.Transfer
+    offer: SavePlan | None = None
     metadata: Metadata | None = None
     may_be_committed: bool = False
     has_ended: bool = False
     is_running: bool = False
+    staged_bytes: int = 0
 
     @property
     def plans(self) -> bool:
@@ -172,7 +186,7 @@ class _Part:
         finally:
             self.is_running = False
             if self.plans:
-                self.earlier.append(self.board)
+                self.group.earlier.append(self.board)
         stats = self.writer.stats
         assert stats is not None  # write_data has set it
         rate = stats.written_bytes / 1e9 / max(stats.write_seconds, 1e-9)
@@ -180,7 +194,7 @@ class _Part:
             "%s: saved; this rank wrote %d bytes in %.2f s (%.2f GB/s)",
             *(os.fspath(self.place), stats.written_bytes, stats.write_seconds, rate),
         )
-        return stats
+        return replace(stats, staged_bytes=self.staged_bytes)
 
     def give_up(self) -> None:
         """Another rank has failed: write no more."""
@@ -194,7 +208,7 @@ class _Part:
             error.add_note(str(lost))
             failure = Failure(self.board.rank, error)
         if self.is_running and not self.may_be_committed:
-            self.writer.discard()
+            self.writer.discard(within=self.board.timeout / _CLEANING_SHARE)
         if failure.rank != self.board.rank:
             failure.cause.add_note(f"rank {failure.rank} of {self.board.world_size} failed at this, first of all")
         return failure.cause
@@ -215,11 +229,13 @@ class _Part:
     def _save(self, staged: StagedState | StagedFuture) -> None:
         board = self.board
         state = staged.result() if isinstance(staged, StagedFuture) else staged
+        self.staged_bytes = state.num_bytes
         board.post("plan", (os.fspath(self.place), self._local_plan(state)))
         if self.plans:
             for rank, plan in enumerate(self._global_plan(board.gather("plan"))):
                 board.post("assigned", plan, rank=rank)
         plan = self.planner.finish_plan(board.take("assigned"))
+        self._remember(state, plan)
         results = self.writer.write_data(plan, self.planner).value()
         if self.plans:
             board.post("written", results)
@@ -235,17 +251,37 @@ class _Part:
             raise
 
     @gc_paused()
-    def _local_plan(self, state: dict[str, Any]) -> SavePlan:
+    def _local_plan(self, state: StagedState) -> SavePlan:
         self.writer.reset(self.place)
         self.writer.transfer = self.transfer
         self.planner.set_up_planner(state, storage_meta=self.writer.storage_meta(), is_coordinator=self.plans)
         self.writer.set_up_storage_writer(self.plans, rank=self.board.rank, use_collectives=True)
-        return self.writer.prepare_local_plan(self.planner.create_local_plan())
+        if state.by is not None and isinstance(self.planner, StrataSavePlanner):
+            self.offer = self.planner.repeat_local_plan(state.by)
+        else:
+            self.offer = self.planner.create_local_plan()
+        return self.writer.prepare_local_plan(self.offer)
+
+    def _remember(self, state: StagedState, plan: SavePlan) -> None:
+        """What this rank writes now is all that it needs to copy of a state like this the next time."""
+        options = _options(self.planner)
+        if options is None or self.board.world_size == 1 or not isinstance(plan.items, ChosenItems):
+            return
+        assert self.offer is not None  # `_local_plan` has set it
+        mappings = self.planner.mappings  # type: ignore[attr-defined]
+        self.group.assignment = assignment_of(
+            state.outline,
+            number=self.number,
+            options=options,
+            offer=self.offer,
+            chosen=plan.items,
+            names=mappings,
+        )
 
     @gc_paused()
     def _global_plan(self, told: Sequence[tuple[str, SavePlan]]) -> list[SavePlan]:
-        while self.earlier:  # each rank has ended the saves before, or it would not have come to this one
-            self.earlier.pop().forget()
+        while self.group.earlier:  # each rank has ended the saves before, or it would not have come to this one
+            self.group.earlier.pop().forget()
         places, plans = zip(*told, strict=True)
         for rank, place in enumerate(places):
             if place != places[0]:
@@ -271,24 +307,18 @@ class _Process:
         self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strata-save")
         self.beats = Beats()
         self.last: SaveHandle | None = None
-        # Of each group the number of its next save, which is the same on all ranks, and its store.
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
 
-    def board(self, group: dist.ProcessGroup | None, *, no_dist: bool, timeout: timedelta) -> tuple[Board, list[Board]]:
-        """For the next save of a group, and those of the saves before that are still to be forgotten."""
+    def group(self, group: dist.ProcessGroup | None, *, no_dist: bool) -> "_Group":
+        """The ranks that save together."""
         if no_dist or world_size() is None:
-            return Board(store=dist.HashStore(), prefix="save", rank=0, world_size=1, timeout=timeout), []
+            return _Group(None)
         group = distributed_c10d._get_default_group() if group is None else group
-        rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else -1
-        if rank < 0:
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise ConfigError("process_group: expected a ProcessGroup with this process in it")
         if group not in self._groups:
             self._groups[group] = _Group(group)  # opens a connection
-        known = self._groups[group]
-        prefix = f"torch_strata/save/{next(known.numbers)}"
-        size = dist.get_world_size(group)
-        board = Board(store=known.store, prefix=prefix, rank=rank, world_size=size, timeout=timeout)
-        return board, known.earlier
+        return self._groups[group]
 
     def raise_unseen(self) -> None:
         """Raise what the save before failed at, if nobody has asked."""
@@ -299,14 +329,45 @@ class _Process:
 
 
 class _Group:
-    """A process group's store, over a connection of our own: another thread may block in the group's."""
+    """Ranks that save together: their store, and what lasts from save to save."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        # The original lives on with the clone: on one rank it is the server.
-        self._original = distributed_c10d._get_process_group_store(group)
-        self.store = self._original.clone()
-        self.numbers = itertools.count()
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        if group is None:
+            self.store: dist.Store = dist.HashStore()
+        else:
+            # A connection of our own: another thread may block in the group's. The original lives on with the clone:
+            # on one rank it is the server.
+            self._original = distributed_c10d._get_process_group_store(group)
+            self.store = self._original.clone()
+        # Saves that have begun, the same on all ranks.
+        self.num_saves = 0
+        # Boards that are still to be forgotten.
         self.earlier: list[Board] = []
+        self.assignment: Assignment | None = None
+
+    def board(self, timeout: timedelta) -> Board:
+        """For the next save."""
+        self.num_saves += 1
+        prefix = f"torch_strata/save/{self.num_saves}"
+        return Board(store=self.store, prefix=prefix, rank=self.rank, world_size=self.world_size, timeout=timeout)
+
+    def last_assignment(self, planner: SavePlanner) -> Assignment | None:
+        """This rank's part in the save before the one that begins, if a rank that knows it need copy no more.
+
+        Of that save only: so all ranks that copy a part copy parts of the same plan (`_claims.py`).
+        """
+        known = self.assignment
+        if known is None or known.number != self.num_saves - 1 or known.options != _options(planner):
+            return None
+        return known
+
+
+def _options(planner: SavePlanner) -> tuple[bool, ...] | None:
+    """What decides how a planner plans a state; None if that is not known."""
+    if type(planner) is not StrataSavePlanner or not planner.flatten_state_dict:
+        return None
+    return planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank
 
 
 _the_process: _Process | None = None

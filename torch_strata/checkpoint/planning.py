@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from torch_strata.checkpoint._assignment import Claim
 from torch_strata.checkpoint._columns import SHARD, TENSOR, Builder, Columns, forget_unpacked, unpack
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._lazy_state import Chunks, LazyState, PlannedMetadata
@@ -42,9 +43,16 @@ _merged: "OrderedDict[bytes, tuple[Merged, Chunks]]" = OrderedDict()
 class PackedItems(Sequence[WriteItem]):
     """Items of a plan as columns: WriteItems are made when somebody looks, and pickling is short."""
 
-    def __init__(self, columns: Columns | None = None, packed: tuple[bytes, bytes, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        columns: Columns | None = None,
+        packed: tuple[bytes, bytes, bytes] | None = None,
+        claim: Claim | None = None,
+    ) -> None:
         self._columns = columns
         self._packed = packed
+        # What alone the rank has copied, if not everything.
+        self.claim = claim
         self._items: list[WriteItem] | None = None
 
     @property
@@ -83,16 +91,24 @@ class PackedItems(Sequence[WriteItem]):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._packed is None:
             self._packed = (*self.columns.packed, self.columns.digest)
-        return PackedItems, (None, self._packed)
+        return PackedItems, (None, self._packed, self.claim)
+
+    def claiming(self, claim: Claim) -> "PackedItems":
+        """The same items, of which only `claim` is copied."""
+        return PackedItems(self._columns, self._packed, claim)
 
 
 class ChosenItems(PackedItems):
-    """What one rank writes of its plan. Only the choice travels: the rank has the plan."""
+    """What one rank writes of its plan. Only the choice travels: the rank has the plan.
 
-    def __init__(self, offered: PackedItems | None, selection: Selection) -> None:
+    `key` names the plan of all ranks; empty if the same offers might be assigned otherwise another time.
+    """
+
+    def __init__(self, offered: PackedItems | None, selection: Selection, key: bytes = b"") -> None:
         super().__init__()
         self.selection = selection
         self.offered = offered
+        self.key = key
 
     @property
     def columns(self) -> Columns:
@@ -102,7 +118,7 @@ class ChosenItems(PackedItems):
         return super().columns
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChosenItems, (None, self.selection)
+        return ChosenItems, (None, self.selection, self.key)
 
 
 class CompactItems(list[WriteItem]):
@@ -198,21 +214,26 @@ def merge(plans: Sequence[SavePlan], *, to_lowest_rank: bool = False) -> tuple[l
 
     Raises:
         LayoutMismatchError: If the plans do not fit together, naming tensors, ranks and regions.
+        CheckpointError: If no rank has copied a tensor that is to be saved.
     """
     items: list[PackedItems] = [plan.items for plan in plans]  # type: ignore[misc]
     key = hashlib.blake2b(b"".join(item.digest for item in items) + bytes([to_lowest_rank]), digest_size=16).digest()
-    if key not in _merged:
-        columns = [item.columns for item in items]
-        found = merge_columns(columns, to_lowest_rank=to_lowest_rank)
-        _merged[key] = found, _chunks(found, columns)
-    _merged.move_to_end(key)
-    while len(_merged) > _KEPT:
-        _merged.popitem(last=False)
-    merged, chunks = _merged[key]
+    if any(item.claim is not None and item.claim.key != key for item in items):
+        # Some copied what a plan gave them that holds no more. This one holds for their copies alone: it has no key.
+        claims = [None if item.claim is None else item.claim.selection for item in items]
+        merged, chunks = _merge(items, to_lowest_rank=to_lowest_rank, claims=claims)
+        key = b""
+    else:
+        if key not in _merged:
+            _merged[key] = _merge(items, to_lowest_rank=to_lowest_rank)
+        _merged.move_to_end(key)
+        while len(_merged) > _KEPT:
+            _merged.popitem(last=False)
+        merged, chunks = _merged[key]
     metadata = PlannedMetadata(LazyState(chunks))  # type: ignore[arg-type]
     metadata.planner_data = _merged_paths([plan.planner_data for plan in plans])
     final = [
-        SavePlan(ChosenItems(item, selection))  # type: ignore[arg-type]
+        SavePlan(ChosenItems(item, selection, key))  # type: ignore[arg-type]
         for item, selection in zip(items, merged.selections, strict=True)
     ]
     forget_unpacked()
@@ -220,12 +241,18 @@ def merge(plans: Sequence[SavePlan], *, to_lowest_rank: bool = False) -> tuple[l
     return final, metadata
 
 
+def _merge(items: Sequence[PackedItems], **options: Any) -> tuple[Merged, Chunks]:
+    columns = [item.columns for item in items]
+    found = merge_columns(columns, **options)
+    return found, _chunks(found, columns)
+
+
 def finished(plan: SavePlan, local: SavePlan) -> SavePlan:
     """What this rank writes: its part of the merged plan, with the items of its own plan."""
     chosen, offered = plan.items, local.items
     if not isinstance(chosen, ChosenItems) or not isinstance(offered, PackedItems):
         return plan
-    return replace(plan, items=ChosenItems(offered, chosen.selection))  # type: ignore[arg-type]
+    return replace(plan, items=ChosenItems(offered, chosen.selection, chosen.key))  # type: ignore[arg-type]
 
 
 def _merged_paths(paths: Sequence[_Paths | None]) -> dict[str, Any]:

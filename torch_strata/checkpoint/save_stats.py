@@ -14,6 +14,7 @@ class SaveStats:
     Attributes:
         save_id: Identity of the save.
         written_bytes: Bytes that this rank wrote.
+        staged_bytes: Bytes of tensors that this rank copied first, in an asynchronous save.
         write_seconds: Time this rank needed to write them, in seconds.
         store: What the store went through for that, and for the commit where this rank committed.
         committed: Whether this rank committed (the planning rank, or any rank without collectives); the fields below
@@ -30,6 +31,7 @@ class SaveStats:
 
     save_id: str
     written_bytes: int = 0
+    staged_bytes: int = 0
     write_seconds: float = 0.0
     store: StoreStats = field(default_factory=StoreStats)
     committed: bool = False

@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from torch_strata import _native
 from torch_strata.checkpoint._arena import ArenaStats, Lease, arena
+from torch_strata.checkpoint._assignment import Assignment, Rows, Share, rows_only
+from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._leaves import LISTS, MAPPINGS, Leaves
 from torch_strata.checkpoint._process import forget_dead_process, forget_process
 from torch_strata.checkpoint._staged import StagedFuture, StagedState, keep_attributes, shard_like
 from torch_strata.checkpoint._tensors import (
@@ -54,8 +56,16 @@ _ALIGNED_BYTES = 512 << 10
 _PAGE_BYTES = 4096
 _LEAST_ALIGN = 64
 
+_UNCHANGING = (int, float, bool, str, bytes, type(None))
 
-def snapshot(state: dict[str, Any], *, config: StorageConfig | None = None, user: str = "a state") -> StagedState:
+
+def snapshot(
+    state: dict[str, Any],
+    *,
+    config: StorageConfig | None = None,
+    user: str = "a state",
+    last: Assignment | None = None,
+) -> StagedState:
     """A copy that later changes to `state` do not reach: tensors copied to the host, values deep-copied.
 
     Views that were the same memory stay the same memory (tied weights are copied once); a DTensor keeps its mesh and
@@ -65,11 +75,13 @@ def snapshot(state: dict[str, Any], *, config: StorageConfig | None = None, user
         state: What `dcp.save` takes.
         config: Its `max_staging_bytes` limits the memory of all staged states together, its `deadline` the wait for it.
         user: Who needs the copy, in words for those who wait for its memory.
+        last: What this rank wrote of a state last time. If `state` has the same structure, only that is copied, and
+            `StagedState.by` says so.
 
     Raises:
         CheckpointError: If a value cannot be copied, naming it; if the memory is not to be had.
     """
-    staging = _Staging(state, frozenset(), config, user)
+    staging = _Staging(state, frozenset(), config, user, last)
     staging.finish()
     return staging.staged
 
@@ -80,6 +92,7 @@ def snapshot_behind_training(
     *,
     config: StorageConfig | None = None,
     user: str = "a state",
+    last: Assignment | None = None,
 ) -> StagedFuture:
     """As `snapshot`, but what only the optimizers' ``step`` changes is copied while the next forward and backward run.
 
@@ -90,7 +103,7 @@ def snapshot_behind_training(
         CheckpointError: As `snapshot`, unless it happens later: then the future raises it.
     """
     storages = frozenset(storage for optimizer in optimizers for storage in _storages_of(optimizer))
-    staging = _Staging(state, storages, config, user)
+    staging = _Staging(state, storages, config, user, last)
     future = StagedFuture()
     future.lease = staging.staged.lease
     future.set_running_or_notify_cancel()
@@ -210,27 +223,42 @@ class _Piece:
 
     __slots__ = ("device", "later", "num_bytes", "offset", "source", "staged", "strides")
 
-    def __init__(self, source: torch.Tensor, offset: int) -> None:
-        self.source, self.offset, self.num_bytes = source, offset, source.nbytes
+    def __init__(self, source: torch.Tensor, num_bytes: int, offset: int) -> None:
+        self.source, self.num_bytes, self.offset = source, num_bytes, offset
         self.strides: tuple[int, ...] | None = None  # of the copy; None if torch gathers it
         self.device = HOST
         self.later = False
         self.staged: torch.Tensor | None = None
 
 
+# Where a tensor of the state goes: to a piece; with some of its rows to pieces; or, None, to memory of its own.
+_Place = _Piece | dict[Rows, _Piece] | None
+
+
 class _Staging:
     """One copy in the making: the tensors are found first, then copied while the values are."""
 
-    def __init__(self, state: dict[str, Any], later: frozenset[int], config: StorageConfig | None, user: str) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any],
+        later: frozenset[int],
+        config: StorageConfig | None,
+        user: str,
+        last: Assignment | None,
+    ) -> None:
         config = config or StorageConfig()
         self._later = later
         self._pieces: list[_Piece] = []
         self._by_memory: dict[Any, _Piece] = {}
-        self._by_tensor: dict[int, _Piece] = {}
-        self._locals: dict[int, torch.Tensor] = {}
-        self._clones: dict[Any, torch.Tensor] = {}
+        self._clones: dict[int, torch.Tensor] = {}
         self._num_bytes = 0
-        self._place(state)
+        with gc_paused():
+            leaves = Leaves(state)
+            by = last if last is not None and last.is_of(leaves.structure) else None
+            shares: Sequence[Share] = [None] * len(leaves.tensors) if by is None else by.shares
+            places = list(map(self._place, leaves.local_tensors, shares))
+        # Walked once more below, in the same order.
+        self._found = zip(leaves.tensors, leaves.local_tensors, places, strict=True)
         wait_for_kernels({piece.device for piece in self._pieces})
         self._lease = arena().take(
             self._num_bytes,
@@ -241,7 +269,7 @@ class _Staging:
         try:
             copying = self._copy(later=False)
             try:
-                with torch.no_grad():
+                with gc_paused(), torch.no_grad():
                     staged = {key: self._take(value, str(key)) for key, value in state.items()}
             finally:
                 copying.wait()
@@ -250,8 +278,8 @@ class _Staging:
             self._lease.release()  # the error's traceback holds what was staged
             raise
         self._lease.settle()
-        self.staged = StagedState(staged)
-        self.staged.lease = self._lease
+        num_bytes = sum(piece.num_bytes for piece in self._pieces) + sum(c.nbytes for c in self._clones.values())
+        self.staged = StagedState(staged, lease=self._lease, outline=leaves.outline(), by=by, num_bytes=num_bytes)
 
     def finish(self) -> None:
         """Wait until everything is copied.
@@ -262,38 +290,32 @@ class _Staging:
         if self._second is not None:
             self._second.wait()
 
-    def _place(self, value: Any) -> None:
-        """Give each tensor that fits into the slot as it is a place there."""
-        if isinstance(value, torch.Tensor):
-            if isinstance(value, DTensor):
-                local = self._locals[id(value)] = settled(value.to_local())
-                self._place(local)
-            elif is_plain(value) and value.numel() and value.data_ptr():
-                self._place_plain(value)
-        elif type(value) in (dict, OrderedDict, defaultdict):
-            for item in value.values():
-                self._place(item)
-        elif type(value) in (list, tuple):
-            for item in value:
-                self._place(item)
+    def _place(self, tensor: torch.Tensor, share: Share) -> _Place:
+        """Give a tensor that fits into the slot as it is a place there, or those of its rows that are this rank's."""
+        if not is_plain(tensor) or not tensor.numel() or not tensor.data_ptr():
+            return None
+        if share is None or (share and not tensor.is_contiguous()):
+            return self._piece(tensor)
+        return {(first, count): self._piece(tensor.detach().narrow(0, first, count)) for first, count in share}
 
-    def _place_plain(self, tensor: torch.Tensor) -> None:
+    def _piece(self, tensor: torch.Tensor) -> _Piece:
         shape, strides = tensor.shape, tensor.stride()
-        device, is_view = tensor.get_device(), tensor.is_conj() or tensor.is_neg()
-        memory = (tensor.data_ptr(), device, shape, strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
+        memory = (tensor.data_ptr(), tensor.get_device(), shape, strides, tensor.dtype, is_conj, is_neg)
         piece = self._by_memory.get(memory)
         if piece is None:
-            align = _LEAST_ALIGN if tensor.nbytes < _ALIGNED_BYTES else _PAGE_BYTES
+            num_bytes = tensor.nbytes
+            align = _LEAST_ALIGN if num_bytes < _ALIGNED_BYTES else _PAGE_BYTES
             offset = -(-self._num_bytes // align) * align
-            piece = self._by_memory[memory] = _Piece(tensor, offset)
-            self._num_bytes = offset + piece.num_bytes
+            piece = self._by_memory[memory] = _Piece(tensor, num_bytes, offset)
+            self._num_bytes = offset + num_bytes
             if is_reachable(tensor):
                 piece.device = device_number(tensor)
-                if not is_view and (tensor.is_contiguous() or is_dense(tuple(shape), strides)):
+                if not (is_conj or is_neg) and (tensor.is_contiguous() or is_dense(tuple(shape), strides)):
                     piece.strides = strides
                     piece.later = bool(self._later) and tensor.untyped_storage()._cdata in self._later
             self._pieces.append(piece)
-        self._by_tensor[id(tensor)] = piece
+        return piece
 
     def _copy(self, *, later: bool) -> _native.Copy:
         chosen = [piece for piece in self._pieces if piece.strides is not None and piece.later is later]
@@ -306,31 +328,26 @@ class _Staging:
         )
 
     def _take(self, value: Any, name: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            try:
-                return self._tensor(value)
-            except Exception as error:
-                raise CheckpointError(f"cannot copy {name!r} for an asynchronous save: {error}") from error
-        # Of other mappings a shallow copy may share what holds the items: those are copied deeply below.
-        if type(value) in (dict, OrderedDict, defaultdict):
+        kind = type(value)
+        if kind in _UNCHANGING:
+            return value
+        if kind in MAPPINGS:
             copied = copy.copy(value)
             for key, item in value.items():
                 copied[key] = self._take(item, f"{name}.{key}")
             return copied
-        if type(value) in (list, tuple):
-            return type(value)(self._take(item, f"{name}.{i}") for i, item in enumerate(value))
+        if kind in LISTS:
+            return kind(self._take(item, f"{name}.{i}") for i, item in enumerate(value))
         try:
-            return copy.deepcopy(value)
+            return self._tensor(*next(self._found)) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         except Exception as error:
             raise CheckpointError(f"cannot copy {name!r} for an asynchronous save: {error}") from error
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            shard = shard_like(self._tensor(self._locals[id(tensor)]), tensor)
-            self._lease.also_in(shard._local_tensor)
-            return shard
-        piece = self._by_tensor.get(id(tensor))
-        return self._clone(tensor) if piece is None else self._staged(piece)
+    def _tensor(self, tensor: torch.Tensor, local: torch.Tensor, place: _Place) -> torch.Tensor:
+        if isinstance(place, dict):
+            return rows_only({rows: self._staged(piece) for rows, piece in place.items()})
+        staged = self._clone(local) if place is None else self._staged(place)
+        return shard_like(staged, tensor) if isinstance(tensor, DTensor) else staged
 
     def _staged(self, piece: _Piece) -> torch.Tensor:
         if piece.staged is None:

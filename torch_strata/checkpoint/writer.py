@@ -5,12 +5,14 @@ rank has committed; a failed save leaves the checkpoint that was there.
 """
 
 import logging
+import math
 import os
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from torch.futures import Future
 
 from torch_strata import _native
 from torch_strata.checkpoint._arena import Lease, arena, forget_frames
+from torch_strata.checkpoint._assignment import Assignment
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._items import NativeItem, resolve_items
@@ -34,6 +37,7 @@ from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._stock_pickle import Placed, stock_pickle
 from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
 from torch_strata.checkpoint._tensors import HOST
+from torch_strata.checkpoint._training_group import warn_of_training_group
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.planning import compact
 from torch_strata.checkpoint.progress import shown, wants_bar
@@ -48,7 +52,14 @@ from torch_strata.checkpoint.staging import (
 )
 from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptionError, StorageError
+from torch_strata.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    CorruptionError,
+    ObjectNotFoundError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
@@ -201,7 +212,7 @@ class StrataWriter(StorageWriter):
             StorageError: If the place cannot be reached.
         """
         if self._commits:
-            self._base = _native.open_base(self._store(), rank=self._own_rank)
+            self._base = _native.open_base(self._store(), rank=self._own_rank, transfer=self.transfer)
             self._check_place(self._base)
             if self._base.stale_metadata:
                 self._republish()
@@ -302,13 +313,14 @@ class StrataWriter(StorageWriter):
     def stage(self, state_dict: dict[str, Any]) -> StagedState | StagedFuture:
         """A copy of the state on the host, for ``dcp.async_save``; complete when it returns, unless ``overlap`` is set.
 
-        Waits for DCP's save in the background before it. The copy serves one save: when that has written it, its memory
-        goes to a later one.
+        Waits for DCP's save in the background before it, and warns once if that gathers on training's group. The copy
+        serves one save: when that has written it, its memory goes to a later one.
 
         Raises:
             CheckpointError: If a value cannot be copied, naming it; if ``max_staging_bytes`` are less than the state,
                 or in use for longer than ``deadline``.
         """
+        warn_of_training_group()
         forget_dead_process()
         wait_for_turn(user=self._user, deadline_seconds=self._config.deadline.total_seconds())
         staged = self.copy_state(state_dict)
@@ -316,17 +328,19 @@ class StrataWriter(StorageWriter):
         takes_turn(staged.lease)
         return staged
 
-    def copy_state(self, state_dict: dict[str, Any]) -> StagedState | StagedFuture:
-        """As `stage`, whatever else is in flight.
+    def copy_state(self, state_dict: dict[str, Any], *, last: Assignment | None = None) -> StagedState | StagedFuture:
+        """As `stage`, whatever else is in flight; with `last` only what this rank wrote then, as `snapshot` tells.
 
         Raises:
             CheckpointError: As `stage`.
         """
         staged: StagedState | StagedFuture
         if self._overlap:
-            staged = snapshot_behind_training(state_dict, self._overlap, config=self._config, user=self._user)
+            staged = snapshot_behind_training(
+                state_dict, self._overlap, config=self._config, user=self._user, last=last
+            )
         else:
-            staged = snapshot(state_dict, config=self._config, user=self._user)
+            staged = snapshot(state_dict, config=self._config, user=self._user, last=last)
         staged.lease.is_for_one_save = True
         return staged
 
@@ -346,14 +360,22 @@ class StrataWriter(StorageWriter):
         """Give memory for staging that no save of this process uses back to the system: after the last save."""
         arena().trim()
 
-    def discard(self) -> None:
-        """Remove what this save has written, which nobody may commit any more. What cannot be removed is logged."""
+    def discard(self, *, within: timedelta) -> None:
+        """Remove what this save has written, which nobody may commit any more. What cannot be removed is logged.
+
+        Args:
+            within: Time for it: those who wait for the end of a failed save wait no longer than that for its cleaning.
+        """
+        ends_at = time.monotonic() + within.total_seconds()
+        store = open_store(self._place, replace(self._config, deadline=min(self._config.deadline, within)))
         try:
-            names = [name for name, _ in self._store().list("") if f".{self._save_id}." in name]
+            names = [name for name, _ in store.list("") if f".{self._save_id}." in name]
+        except ObjectNotFoundError:
+            return  # nothing was ever written there
         except StorageError as error:
             _logger.warning("%s: cannot look for objects of a failed save: %s", os.fspath(self._place), error)
             return
-        self._discard(set(names))
+        self._discard(set(names), store, ends_at)
 
     def _met(self) -> StoreStats:
         """What the store has gone through since this save began."""
@@ -435,11 +457,15 @@ class StrataWriter(StorageWriter):
         meta = StorageMeta(checkpoint_id=os.fspath(self._place), save_id=save_id)
         return stock_pickle(entries, placed, planner_data=planner_data, storage_meta=meta, version=DCP_VERSION)
 
-    def _discard(self, names: set[str]) -> None:
+    def _discard(self, names: set[str], store: _native.Store | None = None, ends_at: float = math.inf) -> None:
         """Remove the objects of a save that cannot be committed."""
+        store = store or self._store()
         for name in sorted(names):
+            if time.monotonic() > ends_at:
+                _logger.warning("%s: no time to remove %s of a failed save", os.fspath(self._place), name)
+                continue
             try:
-                self._store().delete(name)
+                store.delete(name)
             except StorageError as error:
                 _logger.warning("%s: cannot remove %s of a failed save: %s", os.fspath(self._place), name, error)
         self._store().tidy()

@@ -68,10 +68,17 @@ impl Base {
 }
 
 #[pyfunction]
-#[pyo3(signature = (store, *, rank))]
-fn open_base(py: Python<'_>, store: &Store, rank: Option<u32>) -> PyResult<Base> {
+#[pyo3(signature = (store, *, rank, transfer = None))]
+fn open_base(py: Python<'_>, store: &Store, rank: Option<u32>, transfer: Option<&Transfer>) -> PyResult<Base> {
     let (store, _) = store.open()?;
-    let base = wait(py, async move { core::open_base(&*store, rank).await })?;
+    let cancelled = transfer.map(|transfer| transfer.cancelled.subscribe());
+    let base = wait(py, async move {
+        let opening = core::open_base(&*store, rank);
+        match cancelled {
+            Some(cancelled) => unless_cancelled(opening, cancelled).await,
+            None => opening.await,
+        }
+    })?;
     Ok(Base { base: Arc::new(base) })
 }
 
@@ -82,7 +89,8 @@ fn claim_generation(py: Python<'_>, run_root: &Store, owner: String) -> PyResult
     wait(py, async move { core::claim_generation(&*store, &owner).await })
 }
 
-/// A `write_items`, seen from another thread: how far it has come, and a way to end it, also before it begins.
+/// A `write_items`, seen from another thread: how far it has come, and a way to end it, also before it begins, and the
+/// `open_base` before it.
 #[pyclass(module = "torch_strata._native", frozen)]
 pub(crate) struct Transfer {
     cancelled: watch::Sender<bool>,
