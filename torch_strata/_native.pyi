@@ -8,7 +8,7 @@ pickled value inside an object. A *row* is an item's position in the open checkp
 from collections.abc import Sequence
 from typing import Any, final
 
-from torch_strata._types import TensorEntry
+from torch_strata._types import EntryColumns, StockParts
 
 __all__ = [
     "BYTES",
@@ -33,10 +33,9 @@ __all__ = [
     "memory_file",
     "open_base",
     "populate",
-    "record_bytes",
+    "record_objects",
     "release_ended",
     "start_copy",
-    "stock_entries",
     "write_items",
 ]
 
@@ -153,16 +152,21 @@ def write_items(
     items: Sequence[
         tuple[
             bytes,  # fqn
-            tuple[int, ...] | None,  # offsets of the chunk; None for BYTES
             int,  # index hint, -1 if none
+            int,  # number of the template
+            int,  # address of the first element (TENSOR), else 0
+            Any,  # what keeps the memory alive (TENSOR), else a contiguous buffer with the bytes
+        ]
+    ],
+    templates: Sequence[
+        tuple[
+            tuple[int, ...] | None,  # offsets of the chunk; None for BYTES
             int,  # kind
             int,  # number of the CUDA device that holds it, -1 for the host
-            int,  # address of the first element (TENSOR), else 0
             int,  # payload bytes (TENSOR), else 0
             str,  # dtype ("float32"), "" for BYTES
             tuple[int, ...],  # shape of what is stored
             tuple[int, ...],  # strides of what is stored; dense in some order
-            Any,  # what keeps the memory alive (TENSOR), else a contiguous buffer with the bytes
         ]
     ],
     *,
@@ -182,13 +186,8 @@ def write_items(
         StorageError: If the store failed.
     """
 
-def record_bytes(record: bytes) -> int:
-    """Bytes that this rank wrote."""
-
-def stock_entries(
-    records: Sequence[bytes],
-) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]:
-    """`(fqn, offsets, index, object, offset, length)` of every item, for `.metadata`'s storage_data."""
+def record_objects(record: bytes) -> list[tuple[str, int]]:
+    """`(name, bytes)` of every object that a rank wrote."""
 
 @final
 class CommitStats:
@@ -204,10 +203,10 @@ def commit(
     store: Store,
     base: Base,
     records: Sequence[bytes],
-    entries: Sequence[TensorEntry],
+    entries: EntryColumns,
     *,
     planner_data: bytes,
-    stock_metadata: bytes,
+    stock: StockParts,
     save_id: str,
     previous_save_id: str,
     rank: int | None,
@@ -326,7 +325,9 @@ class Checkpoint:
     def warnings(self) -> list[str]: ...
     @property
     def planner_data(self) -> bytes: ...
-    def entries(self) -> list[TensorEntry]: ...
+    def entries(self) -> EntryColumns: ...
+    def stock_pickle(self, parts: StockParts) -> bytes:
+        """The `.metadata` of what the manifest holds."""
     def items(self) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]: ...
     def objects(self) -> list[tuple[str, int]]: ...
     def set_stock_entries(self, items: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]) -> bool:

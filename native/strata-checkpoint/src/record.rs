@@ -36,16 +36,22 @@ impl RankRecord {
         .encode_to_vec()
     }
 
+    /// The objects of the record in `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Manifest`] if `bytes` are no record.
+    pub fn objects_of(bytes: &[u8]) -> Result<Vec<Object>> {
+        Ok(parsed(bytes)?.objects.into_iter().map(object).collect())
+    }
+
     /// The record in `bytes`.
     ///
     /// # Errors
     /// [`Error::Manifest`] if `bytes` are no record.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let fault = |detail: String| Error::Manifest { object: "record of a rank".into(), detail };
-        let raw = v1::RankRecord::decode(bytes).map_err(|error| fault(error.to_string()))?;
+        let raw = parsed(bytes)?;
         let group = raw.items.unwrap_or_default();
         let items = decode_items(&group, &raw.digests, &Bytes::from(raw.inline), raw.objects.len()).map_err(fault)?;
-        let object = |object: v1::StoredObject| Object { name: object.name, size: object.size, reference: None };
         Ok(Self {
             rank: raw.rank,
             objects: raw.objects.into_iter().map(object).collect(),
@@ -53,6 +59,18 @@ impl RankRecord {
             payload_bytes: raw.payload_bytes,
         })
     }
+}
+
+fn parsed(bytes: &[u8]) -> Result<v1::RankRecord> {
+    v1::RankRecord::decode(bytes).map_err(|error| fault(error.to_string()))
+}
+
+fn fault(detail: String) -> Error {
+    Error::Manifest { object: "record of a rank".into(), detail }
+}
+
+fn object(stored: v1::StoredObject) -> Object {
+    Object { name: stored.name, size: stored.size, reference: None }
 }
 
 /// One item as `.metadata` names it.
@@ -70,22 +88,6 @@ pub struct StockEntry {
     pub offset: u64,
     /// Length of the framed item.
     pub length: u64,
-}
-
-/// What `.metadata` has to say of every item in `records`.
-///
-/// # Errors
-/// [`Error::Manifest`] if one is no record.
-pub fn stock_entries(records: &[impl AsRef<[u8]>]) -> Result<Vec<StockEntry>> {
-    let mut entries = Vec::new();
-    for record in records {
-        let RankRecord { objects, items, .. } = RankRecord::decode(record.as_ref())?;
-        entries.extend(items.into_iter().map(|item| {
-            let object = objects[item.object as usize].name.clone();
-            StockEntry::of(item, object)
-        }));
-    }
-    Ok(entries)
 }
 
 impl StockEntry {

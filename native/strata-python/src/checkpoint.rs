@@ -1,20 +1,20 @@
 //! `_native.Checkpoint` and `_native.ReadStats`.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use strata_checkpoint::geometry::StridedCopy;
-use strata_checkpoint::item::{Item, TensorEntry};
+use strata_checkpoint::item::Item;
 use strata_checkpoint::{self as core, PlainTensor, Source, StockEntry, TensorRead, VerifyMode, stock};
 use strata_io::schedule::ByteBudget;
 
 use crate::buffers::{Owners, destination};
+use crate::entries::{PyEntries, RawStockParts, entries, stock_parts};
 use crate::errors::to_py;
 use crate::runtime::wait;
-use crate::save::{RawEntry, RawStockEntry, stock_to_py};
+use crate::save::{RawStockEntry, stock_to_py};
 use crate::store::Store;
 
 /// Adds this file's classes.
@@ -145,28 +145,12 @@ impl Checkpoint {
         PyBytes::new(py, &self.now().manifest.planner_data)
     }
 
-    fn entries<'py>(&self, py: Python<'py>) -> Vec<RawEntry<Bound<'py, PyBytes>>> {
-        let checkpoint = self.now();
-        let manifest = &checkpoint.manifest;
-        let mut chunks: HashMap<&[u8], Vec<&Item>> = HashMap::new();
-        for item in manifest.items.iter().filter(|item| item.offsets.is_some()) {
-            chunks.entry(&item.fqn).or_default().push(item);
-        }
-        let raw = |entry: &core::item::Entry| {
-            let mut chunks = chunks.remove(entry.fqn.as_slice()).unwrap_or_default();
-            chunks.sort_by_key(|item| item.index);
-            let offsets = chunks.iter().map(|item| item.offsets.clone().expect("filtered")).collect();
-            let sizes = chunks.iter().map(|item| item.shape.clone()).collect();
-            let fqn = PyBytes::new(py, &entry.fqn);
-            match entry.tensor.clone() {
-                None => (fqn, false, String::new(), vec![], None, false, false, 0, String::new(), vec![], vec![]),
-                Some(tensor) => {
-                    let TensorEntry { dtype, size, strides, requires_grad, pin_memory, memory_format, layout } = tensor;
-                    (fqn, true, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes)
-                }
-            }
-        };
-        manifest.entries.iter().map(raw).collect()
+    fn entries<'py>(&self, py: Python<'py>) -> PyEntries<'py> {
+        entries(py, &self.now().manifest)
+    }
+
+    fn stock_pickle<'py>(&self, py: Python<'py>, parts: RawStockParts) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &core::stock_pickle(&self.now().manifest, &stock_parts(parts)))
     }
 
     fn items<'py>(&self, py: Python<'py>) -> Vec<RawStockEntry<Bound<'py, PyBytes>>> {
