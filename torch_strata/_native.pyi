@@ -338,10 +338,16 @@ class Checkpoint:
         Raises:
             ManifestError: With `reason`, if there is no manifest, or stock may have saved after it.
         """
-    def rows(self, keys: Sequence[tuple[bytes, tuple[int, ...] | None]]) -> list[int]:
-        """Row of each `(fqn, offsets)`, one for all names of a payload; -1 where nothing is stored under that key."""
-    def describe(self, rows: Sequence[int]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
-        """`(kind, dtype, shape, strides)` as really stored.
+    def locate(
+        self,
+        fqns: Sequence[bytes],
+        places: Sequence[int],
+        offsets: Sequence[tuple[int, ...] | None],
+    ) -> tuple[list[int], list[int], list[tuple[int, str, list[int], list[int]]]]:
+        """Where each name is stored, and what is: rows, numbers, and what these stand for.
+
+        Row of each fqn's chunk at `offsets[place]`, one for all names of a payload; -1 where nothing is stored under
+        that key. A number stands for `(kind, dtype, shape, strides)` as really stored.
 
         Heads and tails of stock items are read first; one that is not a plain tensor is reported as TORCH_SAVE, or as
         BYTES where `.metadata` says so.
@@ -360,10 +366,11 @@ class Checkpoint:
             ]
         ],
         blobs: Sequence[int],
+        whole: Sequence[tuple[int, int, Any]],  # row; address on the host and keeper of a contiguous destination
         *,
         verify: str,  # "inplace" or "before"
     ) -> tuple[list[bytes], ReadStats]:
-        """Read regions of TENSOR rows into memory, and BYTES or TORCH_SAVE rows whole.
+        """Read regions of TENSOR rows into memory, BYTES or TORCH_SAVE rows whole, and TENSOR rows whole.
 
         Every block that is touched is verified. After a CorruptionError the destinations are undefined,
         unless `verify="before"`.

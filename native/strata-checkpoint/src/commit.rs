@@ -14,7 +14,7 @@ use crate::base::{Base, newest_generation};
 use crate::collect::{Before, FOLDERS, collect};
 use crate::manifest::{Manifest, ManifestName, decode, encode};
 use crate::open::{metadata_name, or_empty};
-use crate::record::RankRecord;
+use crate::record::Records;
 use crate::stock_pickle::{StockParts, stock_pickle};
 use crate::{Error, Result};
 
@@ -22,7 +22,7 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub struct Commit<'a> {
     /// Of every rank that wrote.
-    pub records: Vec<RankRecord>,
+    pub records: Records,
     /// What state_dict_metadata promises.
     pub promises: Promises,
     /// The planner's data, one byte of encoding first.
@@ -73,8 +73,7 @@ pub struct CommitStats {
 /// The objects are removed then, and what was there before still loads. [`Error::Io`] also if `.metadata` cannot be
 /// put over a stock one without a save_id: that one still counts then, for readers cannot tell it from a later save.
 pub async fn commit(store: &dyn Store, base: &Base, mut commit: Commit<'_>) -> Result<CommitStats> {
-    let written: Vec<String> =
-        commit.records.iter().flat_map(|record| record.objects.iter().map(|object| object.name.clone())).collect();
+    let written: Vec<String> = commit.records.objects.iter().map(|object| object.name.clone()).collect();
     match publish(store, base, &mut commit).await {
         Ok((mut stats, before, manifest)) => {
             let metadata = metadata_name(commit.rank);

@@ -36,7 +36,7 @@ pub use load::{Piece, ReadStats, Round, TensorRead, Together, VerifyMode, blob_b
 pub use open::{Beside, Checkpoint, Source, open};
 pub use payload::Payload;
 pub use plain::PlainTensor;
-pub use record::{RankRecord, StockEntry};
+pub use record::{RankRecord, Records, StockEntry};
 pub use save::{Progress, SaveItem, write_items};
 pub use stock_pickle::{StockParts, stock_pickle};
 pub use verify::{Findings, verify};

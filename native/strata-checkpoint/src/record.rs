@@ -5,7 +5,7 @@ use prost::Message;
 use strata_proto::v1;
 
 use crate::item::{Item, Object};
-use crate::manifest::{decode_items, encode_items};
+use crate::manifest::{Shared, decode_items, encode_items};
 use crate::{Error, Result};
 
 /// One rank's part of a save.
@@ -43,21 +43,38 @@ impl RankRecord {
     pub fn objects_of(bytes: &[u8]) -> Result<Vec<Object>> {
         Ok(parsed(bytes)?.objects.into_iter().map(object).collect())
     }
+}
 
-    /// The record in `bytes`.
+/// Of all ranks, one after the other.
+#[derive(Debug, Default)]
+pub struct Records {
+    /// All objects; items point into this list.
+    pub objects: Vec<Object>,
+    /// All items.
+    pub items: Vec<Item>,
+    /// Sum of the payloads, aliases of one rank counted once.
+    pub payload_bytes: u64,
+}
+
+impl Records {
+    /// What `records` hold.
     ///
     /// # Errors
-    /// [`Error::Manifest`] if `bytes` are no record.
-    pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let raw = parsed(bytes)?;
-        let group = raw.items.unwrap_or_default();
-        let items = decode_items(&group, &raw.digests, &Bytes::from(raw.inline), raw.objects.len()).map_err(fault)?;
-        Ok(Self {
-            rank: raw.rank,
-            objects: raw.objects.into_iter().map(object).collect(),
-            items,
-            payload_bytes: raw.payload_bytes,
-        })
+    /// [`Error::Manifest`] if one is no record.
+    pub fn decode<'a>(records: impl IntoIterator<Item = &'a [u8]>) -> Result<Self> {
+        let mut all = Self::default();
+        let mut shared = Shared::default();
+        for bytes in records {
+            let raw = parsed(bytes)?;
+            let group = raw.items.unwrap_or_default();
+            let inline = Bytes::from(raw.inline);
+            let items = decode_items(&group, &raw.digests, &inline, raw.objects.len(), &mut shared).map_err(fault)?;
+            let first = all.objects.len() as u32;
+            all.items.extend(items.into_iter().map(|item| Item { object: item.object + first, ..item }));
+            all.objects.extend(raw.objects.into_iter().map(object));
+            all.payload_bytes += raw.payload_bytes;
+        }
+        Ok(all)
     }
 }
 
@@ -95,8 +112,8 @@ impl StockEntry {
     pub fn of(item: Item, object: String) -> Self {
         Self {
             object,
-            fqn: item.fqn,
-            offsets: item.offsets,
+            fqn: item.fqn.to_vec(),
+            offsets: item.offsets.map(|offsets| offsets.to_vec()),
             index: item.index,
             offset: item.item_offset,
             length: item.item_bytes,

@@ -82,8 +82,8 @@ pub fn stock_pickle(manifest: &Manifest, parts: &StockParts) -> Vec<u8> {
 impl Manifest {
     /// Rows of the items with this name.
     pub fn rows_of(&self, fqn: &[u8]) -> Range<usize> {
-        let start = self.items.partition_point(|item| item.fqn.as_slice() < fqn);
-        let count = self.items[start..].iter().take_while(|item| item.fqn == fqn).count();
+        let start = self.items.partition_point(|item| *item.fqn < *fqn);
+        let count = self.items[start..].iter().take_while(|item| *item.fqn == *fqn).count();
         start..start + count
     }
 }

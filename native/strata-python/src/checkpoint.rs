@@ -1,12 +1,14 @@
 //! `_native.Checkpoint` and `_native.ReadStats`.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use strata_checkpoint::geometry::StridedCopy;
-use strata_checkpoint::item::Item;
+use strata_checkpoint::item::{Item, Kind};
 use strata_checkpoint::{self as core, PlainTensor, Source, StockEntry, TensorRead, VerifyMode, stock};
 use strata_io::schedule::ByteBudget;
 
@@ -181,17 +183,23 @@ impl Checkpoint {
         Ok(())
     }
 
-    fn rows(&self, keys: Vec<(Vec<u8>, Option<Vec<u64>>)>) -> Vec<i64> {
-        self.now().rows(&keys).into_iter().map(|row| row.map_or(-1, |row| row as i64)).collect()
-    }
-
-    fn describe(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<Vec<Described>> {
+    fn locate(
+        &self,
+        py: Python<'_>,
+        fqns: Vec<PyBackedBytes>,
+        places: Vec<usize>,
+        offsets: Vec<Option<Vec<u64>>>,
+    ) -> PyResult<(Vec<i64>, Vec<usize>, Vec<Described>)> {
         let mut checkpoint = self.now();
-        for row in &rows {
-            Self::item(&checkpoint, *row)?;
+        let mut keys = Vec::with_capacity(fqns.len());
+        for (fqn, place) in fqns.iter().zip(places) {
+            let place = offsets.get(place).ok_or_else(|| PyValueError::new_err(format!("no offsets {place}")))?;
+            keys.push((&**fqn, place.as_deref()));
         }
+        let rows = checkpoint.rows(&keys);
         if checkpoint.source != Source::Strata {
-            let (store, wanted, mut changed) = (self.store.clone(), rows.clone(), (*checkpoint).clone());
+            let wanted: Vec<usize> = rows.iter().copied().flatten().collect();
+            let (store, mut changed) = (self.store.clone(), (*checkpoint).clone());
             let changed = wait(py, async move {
                 stock::resolve(&*store, &mut changed, &wanted).await?;
                 Ok::<_, core::Error>(changed)
@@ -199,19 +207,27 @@ impl Checkpoint {
             checkpoint = Arc::new(changed);
             *self.checkpoint.lock().expect("never poisoned") = checkpoint.clone();
         }
-        let describe = |row: usize| {
-            let item = &checkpoint.manifest.items[row];
-            (item.kind.code(), item.dtype.to_string(), item.shape.clone(), item.strides.clone())
+        let mut table: Vec<Described> = Vec::new();
+        let mut numbers: HashMap<(u32, &str, &[u64], &[u64]), usize> = HashMap::new();
+        let mut number = |row: &Option<usize>| {
+            let Some(row) = row else { return 0 };
+            let Item { kind, dtype, shape, strides, .. } = &checkpoint.manifest.items[*row];
+            *numbers.entry((kind.code(), dtype, shape, strides)).or_insert_with(|| {
+                table.push((kind.code(), dtype.to_string(), shape.to_vec(), strides.to_vec()));
+                table.len() - 1
+            })
         };
-        Ok(rows.into_iter().map(describe).collect())
+        let described = rows.iter().map(&mut number).collect();
+        Ok((rows.into_iter().map(|row| row.map_or(-1, |row| row as i64)).collect(), described, table))
     }
 
-    #[pyo3(signature = (tensors, blobs, *, verify))]
+    #[pyo3(signature = (tensors, blobs, whole, *, verify))]
     fn read<'py>(
         &self,
         py: Python<'py>,
         tensors: Vec<RawRead<'py>>,
         blobs: Vec<usize>,
+        whole: Vec<(usize, usize, Bound<'py, PyAny>)>,
         verify: &str,
     ) -> PyResult<(Vec<Bound<'py, PyBytes>>, ReadStats)> {
         let mode = mode_of(verify)?;
@@ -219,7 +235,8 @@ impl Checkpoint {
         for row in &blobs {
             Self::item(&checkpoint, *row)?;
         }
-        let tensors = lend_destinations(&checkpoint, tensors)?;
+        let mut tensors = lend_destinations(&checkpoint, tensors)?;
+        tensors.extend(lend_whole(&checkpoint, whole)?);
         let (store, budget) = (self.store.clone(), self.budget.clone());
         let (blobs, stats) =
             wait(py, async move { core::read(store, &budget, checkpoint, tensors, &blobs, mode).await })?;
@@ -279,4 +296,34 @@ pub(crate) fn lend_destinations(checkpoint: &core::Checkpoint, raw: Vec<RawRead<
         Ok(TensorRead { row, destination: destination.map_err(core::Error::from).map_err(to_py)? })
     };
     copies.into_iter().map(lend).collect()
+}
+
+/// Destinations that take all of a row, contiguously: row, address, owner.
+fn lend_whole(checkpoint: &core::Checkpoint, raw: Vec<(usize, usize, Bound<'_, PyAny>)>) -> PyResult<Vec<TensorRead>> {
+    let mut owners = Owners::default();
+    let mut places = Vec::with_capacity(raw.len());
+    for (row, address, owner) in raw {
+        let item = Checkpoint::item(checkpoint, row)?;
+        if item.kind != Kind::Tensor {
+            return Err(PyValueError::new_err(format!("{:?} is not stored as a tensor", item.name())));
+        }
+        let strides = contiguous(&item.shape);
+        places.push((row, address, copy_of(item, &vec![0; item.shape.len()], &item.shape, &strides)?));
+        owners.keep(owner);
+    }
+    let lease = owners.lease();
+    let lend = |(row, address, copy)| {
+        let destination = destination(None, address, copy, &lease);
+        Ok(TensorRead { row, destination: destination.map_err(core::Error::from).map_err(to_py)? })
+    };
+    places.into_iter().map(lend).collect()
+}
+
+/// Row-major strides, in elements.
+fn contiguous(shape: &[u64]) -> Vec<i64> {
+    let mut strides = vec![1; shape.len()];
+    for dim in (1..shape.len()).rev() {
+        strides[dim - 1] = strides[dim] * shape[dim].max(1) as i64;
+    }
+    strides
 }

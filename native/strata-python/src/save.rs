@@ -7,8 +7,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
-use strata_checkpoint::item::Kind;
-use strata_checkpoint::{self as core, Commit, Payload, RankRecord, SaveItem, StockEntry};
+use strata_checkpoint::item::{Dims, Kind};
+use strata_checkpoint::{self as core, Commit, Payload, RankRecord, Records, SaveItem, StockEntry};
 use tokio::sync::watch;
 
 use crate::buffers::{Owners, lend_device, lend_memory};
@@ -151,7 +151,18 @@ fn write_items<'py>(
 
 fn lend_items(raw: Vec<RawItem<'_>>, templates: &[RawTemplate]) -> PyResult<Vec<SaveItem>> {
     let mut owners = Owners::default();
-    let dtypes: Vec<Arc<str>> = templates.iter().map(|template| Arc::from(template.4.as_str())).collect();
+    let shared: Vec<(Option<Dims>, i64, Arc<str>, Dims, Dims)> = templates
+        .iter()
+        .map(|(offsets, _, device, _, dtype, shape, strides)| {
+            (
+                offsets.as_deref().map(Dims::from),
+                *device,
+                Arc::from(dtype.as_str()),
+                Dims::from(&**shape),
+                Dims::from(&**strides),
+            )
+        })
+        .collect();
     let mut placed = Vec::with_capacity(raw.len());
     for (fqn, index, number, address, owner) in raw {
         let template = templates.get(number).ok_or_else(|| PyValueError::new_err(format!("no template {number}")))?;
@@ -163,11 +174,11 @@ fn lend_items(raw: Vec<RawItem<'_>>, templates: &[RawTemplate]) -> PyResult<Vec<
             }
             Kind::Bytes | Kind::TorchSave => owners.keep_buffer(&owner)?,
         };
-        placed.push((fqn.to_vec(), u32::try_from(index).ok(), number, kind, address, bytes));
+        placed.push((Arc::from(&*fqn), u32::try_from(index).ok(), number, kind, address, bytes));
     }
     let lease = owners.lease();
     let lend = |(fqn, index, number, kind, address, bytes): (_, _, usize, _, _, _)| {
-        let (offsets, _, device, _, _, shape, strides) = templates[number].clone();
+        let (offsets, device, dtype, shape, strides) = shared[number].clone();
         let payload = match u32::try_from(device).ok() {
             None => Payload::Host(lend_memory(address, bytes, &lease)),
             Some(ordinal) => {
@@ -175,7 +186,7 @@ fn lend_items(raw: Vec<RawItem<'_>>, templates: &[RawTemplate]) -> PyResult<Vec<
                 Payload::Device(memory.map_err(core::Error::from).map_err(to_py)?)
             }
         };
-        Ok(SaveItem { fqn, offsets, index, kind, dtype: dtypes[number].clone(), shape, strides, payload })
+        Ok(SaveItem { fqn, offsets, index, kind, dtype, shape, strides, payload })
     };
     placed.into_iter().map(lend).collect()
 }
@@ -219,7 +230,7 @@ fn commit(
     py: Python<'_>,
     store: &Store,
     base: &Base,
-    records: Vec<Vec<u8>>,
+    records: Vec<PyBackedBytes>,
     entries: RawPromises,
     planner_data: Vec<u8>,
     stock: RawStockParts,
@@ -234,8 +245,8 @@ fn commit(
     let run_root = run_root.map(Store::open).transpose()?;
     let base = base.base.clone();
     let promises = promises(py, entries)?;
+    let records = py.detach(|| Records::decode(records.iter().map(|record| &**record))).map_err(to_py)?;
     let stats = wait(py, async move {
-        let records = records.iter().map(|record| RankRecord::decode(record)).collect::<core::Result<_>>()?;
         let job = Commit {
             records,
             promises,

@@ -2,7 +2,7 @@
 
 use crate::item::{Entry, Item, num_blocks};
 use crate::manifest::Manifest;
-use crate::record::RankRecord;
+use crate::record::Records;
 use crate::{Error, Result};
 
 /// What state_dict_metadata says, and which chunks must have been written.
@@ -26,15 +26,9 @@ impl Promises {
 }
 
 /// One manifest of all records, if they hold each promised item once and nothing else.
-pub(super) fn merge(records: Vec<RankRecord>, promises: Promises) -> Result<Manifest> {
-    let mut manifest = Manifest::default();
-    manifest.items.reserve_exact(records.iter().map(|record| record.items.len()).sum());
-    for record in records {
-        let first = manifest.objects.len() as u32;
-        manifest.objects.extend(record.objects);
-        manifest.items.extend(record.items.into_iter().map(|item| Item { object: item.object + first, ..item }));
-        manifest.payload_bytes += record.payload_bytes;
-    }
+pub(super) fn merge(records: Records, promises: Promises) -> Result<Manifest> {
+    let Records { objects, items, payload_bytes } = records;
+    let mut manifest = Manifest { objects, items, payload_bytes, ..Manifest::default() };
     manifest.items.sort_unstable_by(|a, b| (&a.fqn, &a.offsets).cmp(&(&b.fqn, &b.offsets)));
     check_blocks(&manifest.items)?;
     check_promises(&manifest.items, &promises)?;
@@ -59,7 +53,7 @@ fn check_promises(items: &[Item], promises: &Promises) -> Result<()> {
     }
     keys.sort_unstable();
     let name = |key: &(&[u8], Option<&[u64]>)| format!("{:?} at {:?}", String::from_utf8_lossy(key.0), key.1);
-    let written = items.iter().map(|item| (item.fqn.as_slice(), item.offsets.as_deref()));
+    let written = items.iter().map(|item| (&*item.fqn, item.offsets.as_deref()));
     let mut keys = keys.into_iter().peekable();
     for key in written {
         match keys.next() {
