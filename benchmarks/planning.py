@@ -48,8 +48,8 @@ def main() -> None:
     """Run every contender in its own processes and print a table."""
     args = _arguments()
     if args.child:
-        step = {"prepare": prepare, "save": run, "load": load}[args.step]
-        print(json.dumps(step(args.child, args.ranks[0], args.items, Path(args.folder))))
+        do = {"prepare": prepare, "save": run, "load": load}[args.step]
+        print(json.dumps(do(args.child, args.ranks[0], args.items, Path(args.folder))))
         return
     columns = (
         "plan, s",

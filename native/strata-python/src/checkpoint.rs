@@ -208,11 +208,11 @@ impl Checkpoint {
             *self.checkpoint.lock().expect("never poisoned") = checkpoint.clone();
         }
         let mut table: Vec<Described> = Vec::new();
-        let mut numbers: HashMap<(u32, &str, &[u64], &[u64]), usize> = HashMap::new();
+        let mut numbers: HashMap<_, usize> = HashMap::new();
         let mut number = |row: &Option<usize>| {
             let Some(row) = row else { return 0 };
             let Item { kind, dtype, shape, strides, .. } = &checkpoint.manifest.items[*row];
-            *numbers.entry((kind.code(), dtype, shape, strides)).or_insert_with(|| {
+            *numbers.entry((kind.code(), &**dtype, &**shape, &**strides)).or_insert_with(|| {
                 table.push((kind.code(), dtype.to_string(), shape.to_vec(), strides.to_vec()));
                 table.len() - 1
             })

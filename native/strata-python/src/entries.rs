@@ -84,6 +84,10 @@ pub(crate) fn entries<'py>(py: Python<'py>, manifest: &Manifest) -> PyEntries<'p
     let mut columns: [Vec<u8>; 8] = Default::default();
     let mut names = Vec::with_capacity(manifest.entries.len());
     let (mut num_chunks, mut num_dims) = (0, 0);
+    let dims: usize = manifest.items.iter().map(|item| item.shape.len()).sum();
+    columns[5].reserve_exact((manifest.items.len() + 1) * size_of::<i64>());
+    columns[6].reserve_exact(dims * size_of::<i64>());
+    columns[7].reserve_exact(dims * size_of::<i64>());
     push(&mut columns[4], [0]);
     push(&mut columns[5], [0]);
     for entry in &manifest.entries {

@@ -151,18 +151,11 @@ fn write_items<'py>(
 
 fn lend_items(raw: Vec<RawItem<'_>>, templates: &[RawTemplate]) -> PyResult<Vec<SaveItem>> {
     let mut owners = Owners::default();
-    let shared: Vec<(Option<Dims>, i64, Arc<str>, Dims, Dims)> = templates
-        .iter()
-        .map(|(offsets, _, device, _, dtype, shape, strides)| {
-            (
-                offsets.as_deref().map(Dims::from),
-                *device,
-                Arc::from(dtype.as_str()),
-                Dims::from(&**shape),
-                Dims::from(&**strides),
-            )
-        })
-        .collect();
+    let share = |(offsets, _, device, _, dtype, shape, strides): &RawTemplate| {
+        let offsets = offsets.as_deref().map(Dims::from);
+        (offsets, *device, Arc::<str>::from(dtype.as_str()), Dims::from(&**shape), Dims::from(&**strides))
+    };
+    let shared: Vec<_> = templates.iter().map(share).collect();
     let mut placed = Vec::with_capacity(raw.len());
     for (fqn, index, number, address, owner) in raw {
         let template = templates.get(number).ok_or_else(|| PyValueError::new_err(format!("no template {number}")))?;

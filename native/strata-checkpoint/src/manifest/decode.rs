@@ -44,7 +44,8 @@ pub fn decode(file: &Bytes) -> Result<Manifest, DecodeError> {
             Ok(Kind::Tensors) => entries.extend(decode_entries(&message::<v1::TensorGroup>(&bytes)?)?),
             Ok(Kind::Items) => {
                 let digests = follower(sections.next(), Kind::Digests, &body)?;
-                let inline = follower(sections.next(), Kind::Inline, &body)?;
+                // A copy: a slice would keep the whole file in memory.
+                let inline = Bytes::copy_from_slice(&follower(sections.next(), Kind::Inline, &body)?);
                 let group = message::<v1::ItemGroup>(&bytes)?;
                 if group.kind.len() > GROUP_ROWS {
                     return Err(format!("a section has {} rows, at most {GROUP_ROWS} may be", group.kind.len()).into());
