@@ -8,7 +8,7 @@ pickled value inside an object. A *row* is an item's position in the open checkp
 from collections.abc import Sequence
 from typing import Any, final
 
-from torch_strata._types import TensorEntry
+from torch_strata._types import EntryColumns, StockParts
 
 __all__ = [
     "BYTES",
@@ -33,10 +33,9 @@ __all__ = [
     "memory_file",
     "open_base",
     "populate",
-    "record_bytes",
+    "record_objects",
     "release_ended",
     "start_copy",
-    "stock_entries",
     "write_items",
 ]
 
@@ -152,16 +151,21 @@ def write_items(
     items: Sequence[
         tuple[
             bytes,  # fqn
-            tuple[int, ...] | None,  # offsets of the chunk; None for BYTES
             int,  # index hint, -1 if none
+            int,  # number of the template
+            int,  # address of the first element (TENSOR), else 0
+            Any,  # what keeps the memory alive (TENSOR), else a contiguous buffer with the bytes
+        ]
+    ],
+    templates: Sequence[
+        tuple[
+            tuple[int, ...] | None,  # offsets of the chunk; None for BYTES
             int,  # kind
             int,  # number of the CUDA device that holds it, -1 for the host
-            int,  # address of the first element (TENSOR), else 0
             int,  # payload bytes (TENSOR), else 0
             str,  # dtype ("float32"), "" for BYTES
             tuple[int, ...],  # shape of what is stored
             tuple[int, ...],  # strides of what is stored; dense in some order
-            Any,  # what keeps the memory alive (TENSOR), else a contiguous buffer with the bytes
         ]
     ],
     *,
@@ -181,13 +185,8 @@ def write_items(
         StorageError: If the store failed.
     """
 
-def record_bytes(record: bytes) -> int:
-    """Bytes that this rank wrote."""
-
-def stock_entries(
-    records: Sequence[bytes],
-) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]:
-    """`(fqn, offsets, index, object, offset, length)` of every item, for `.metadata`'s storage_data."""
+def record_objects(record: bytes) -> list[tuple[str, int]]:
+    """`(name, bytes)` of every object that a rank wrote."""
 
 @final
 class CommitStats:
@@ -203,10 +202,10 @@ def commit(
     store: Store,
     base: Base,
     records: Sequence[bytes],
-    entries: Sequence[TensorEntry],
+    entries: EntryColumns,
     *,
     planner_data: bytes,
-    stock_metadata: bytes,
+    stock: StockParts,
     save_id: str,
     previous_save_id: str,
     rank: int | None,
@@ -328,7 +327,9 @@ class Checkpoint:
     def warnings(self) -> list[str]: ...
     @property
     def planner_data(self) -> bytes: ...
-    def entries(self) -> list[TensorEntry]: ...
+    def entries(self) -> EntryColumns: ...
+    def stock_pickle(self, parts: StockParts) -> bytes:
+        """The `.metadata` of what the manifest holds."""
     def items(self) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]: ...
     def objects(self) -> list[tuple[str, int]]: ...
     def set_stock_entries(self, items: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]) -> bool:
@@ -339,10 +340,16 @@ class Checkpoint:
         Raises:
             ManifestError: With `reason`, if there is no manifest, or stock may have saved after it.
         """
-    def rows(self, keys: Sequence[tuple[bytes, tuple[int, ...] | None]]) -> list[int]:
-        """Row of each `(fqn, offsets)`, one for all names of a payload; -1 where nothing is stored under that key."""
-    def describe(self, rows: Sequence[int]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
-        """`(kind, dtype, shape, strides)` as really stored.
+    def locate(
+        self,
+        fqns: Sequence[bytes],
+        places: Sequence[int],
+        offsets: Sequence[tuple[int, ...] | None],
+    ) -> tuple[list[int], list[int], list[tuple[int, str, list[int], list[int]]]]:
+        """Where each name is stored, and what is: rows, numbers, and what these stand for.
+
+        Row of each fqn's chunk at `offsets[place]`, one for all names of a payload; -1 where nothing is stored under
+        that key. A number stands for `(kind, dtype, shape, strides)` as really stored.
 
         Heads and tails of stock items are read first; one that is not a plain tensor is reported as TORCH_SAVE, or as
         BYTES where `.metadata` says so.
@@ -361,10 +368,11 @@ class Checkpoint:
             ]
         ],
         blobs: Sequence[int],
+        whole: Sequence[tuple[int, int, Any]],  # row; address on the host and keeper of a contiguous destination
         *,
         verify: str,  # "inplace" or "before"
     ) -> tuple[list[bytes], ReadStats]:
-        """Read regions of TENSOR rows into memory, and BYTES or TORCH_SAVE rows whole.
+        """Read regions of TENSOR rows into memory, BYTES or TORCH_SAVE rows whole, and TENSOR rows whole.
 
         Every block that is touched is verified. After a CorruptionError the destinations are undefined,
         unless `verify="before"`.

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -22,6 +22,7 @@ from torch_strata.checkpoint._metadata import dtype_of, encode_fqn
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._part import Part, bump_versions, copy_into, lent, place_of, takes_bytes
 from torch_strata.checkpoint._payload import Trusted, load_tensor, load_value
+from torch_strata.checkpoint._reads import CompactReads, PlannedReads, whole_read
 from torch_strata.checkpoint._tensors import (
     PLAIN_TYPES,
     device_number,
@@ -34,6 +35,9 @@ from torch_strata.checkpoint._together import separated, share_blobs, share_regi
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError, StrataError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 __all__ = ["LoadSettings", "ReadStats", "check_coverage", "load_plan"]
 
@@ -97,7 +101,11 @@ def load_plan(
         ObjectNotFoundError: If an object is missing.
         CoordinationError: If a rank of the exchange has died or is too late.
     """
-    parts = _locate(opened, plan.items)
+    items: Sequence[ReadItem] = plan.items
+    whole = _Whole()
+    if exchange is None and isinstance(items, PlannedReads) and _finds_plainly(planner):
+        items = whole.take(opened, items, planner)
+    parts = _locate(opened, items)
     values = [part for part in parts if part.item.type is LoadItemType.BYTE_IO]
     tensors = [part for part in parts if part.item.type is not LoadItemType.BYTE_IO]
     for part in values:
@@ -109,7 +117,7 @@ def load_plan(
     regions = [part for part in tensors if not part.is_blob]
     wait_for_kernels(device_number(part.target) for part in regions if is_reachable(part.target))
     if exchange is None:
-        stats = _read_regions(opened, regions, settings, _read_blobs(opened, parts, settings))
+        stats = _read_regions(opened, regions, settings, _read_blobs(opened, parts, settings), whole)
     else:
         stats = _read_together(opened, [part for part in parts if part.is_blob], regions, settings, exchange)
     for part in framed:
@@ -120,6 +128,48 @@ def load_plan(
     for part in values:
         _guarded(part, lambda part=part: _set_value(planner, part))
     return stats
+
+
+class _Whole:
+    """Tensors of the host that take all that is stored under a name, as it lies there."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int, torch.Tensor]] = []  # row, address, target
+        self.rows: dict[int, int] = {}  # by address: the first of them is read, the others see what it got
+
+    def take(self, opened: Opened, items: PlannedReads, planner: DefaultLoadPlanner) -> Sequence[ReadItem]:
+        """Take those that are, without an object for each; the other items.
+
+        Raises:
+            CorruptionError: If nothing is stored under a name.
+        """
+        fqns = [fqn for fqn, _ in items.whole]
+        starts: dict[int, int] = {}
+        places = [starts.setdefault(len(size), len(starts)) for _, size in items.whole]
+        rows, numbers, table = _located(opened, fqns, places, [(0,) * dims for dims in starts])
+        described = [
+            (dtype_of(dtype), tuple(shape)) if kind == _native.TENSOR else None for kind, dtype, shape, _ in table
+        ]
+        left = CompactReads()
+        state = planner.state_dict
+        for (fqn, size), row, number in zip(items.whole, rows, numbers, strict=True):
+            found = state[fqn]
+            stored = described[number]
+            is_plain = stored is not None and type(found) in PLAIN_TYPES and found.layout is torch.strided
+            if not is_plain or stored != (found.dtype, found.shape) or size != found.shape or not self.add(row, found):
+                left.append(whole_read(fqn, size))
+        left += items.others
+        return left
+
+    def add(self, row: int, target: torch.Tensor) -> bool:
+        """Take a strided tensor of the stored dtype and shape, if Rust may fill it as it lies."""
+        if not target.is_cpu or not target.is_contiguous() or target.is_conj() or target.is_neg():
+            return False
+        address = target.data_ptr()
+        if not address or self.rows.setdefault(address, row) != row:
+            return False
+        self.places.append((row, address, target))
+        return True
 
 
 def check_coverage(opened: Opened, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -147,22 +197,34 @@ def check_coverage(opened: Opened, plan: LoadPlan, planner: LoadPlanner) -> None
 
 
 def _locate(opened: Opened, items: Sequence[ReadItem]) -> list[Part]:
-    keys = [_key(item) for item in items]
-    rows = opened.native.rows(keys)
-    for row, (fqn, offsets) in zip(rows, keys, strict=True):
-        if row < 0:
-            at = "" if offsets is None else f" at {offsets}"
-            raise CorruptionError(f"{opened.where}: no object holds {fqn.decode('utf-8', 'replace')!r}{at}")
-    described = opened.native.describe(rows)
-    return [
-        Part(item, row, kind, dtype, tuple(shape), tuple(strides), opened.transforms.get(key, ()))
-        for item, key, row, (kind, dtype, shape, strides) in zip(items, keys, rows, described, strict=True)
-    ]
+    numbers: dict[tuple[int, ...] | None, int] = {}
+    indices = [item.storage_index for item in items]
+    places = [numbers.setdefault(index.offset, len(numbers)) for index in indices]
+    offsets = [None if offset is None else tuple(offset) for offset in numbers]
+    rows, described, table = _located(opened, [index.fqn for index in indices], places, offsets)
+    known = [(kind, dtype, tuple(shape), tuple(strides)) for kind, dtype, shape, strides in table]
+    parts = [Part(item, row, *known[number]) for item, row, number in zip(items, rows, described, strict=True)]
+    if opened.transforms:
+        for part, index, place in zip(parts, indices, places, strict=True):
+            part.transforms = opened.transforms.get((encode_fqn(index.fqn), offsets[place]), ())
+    return parts
 
 
-def _key(item: ReadItem) -> tuple[bytes, tuple[int, ...] | None]:
-    index = item.storage_index
-    return encode_fqn(index.fqn), None if index.offset is None else tuple(index.offset)
+def _located(
+    opened: Opened, fqns: Sequence[str], places: Sequence[int], offsets: Sequence[tuple[int, ...] | None]
+) -> tuple[list[int], list[int], list[tuple[int, str, list[int], list[int]]]]:
+    """As `_native.Checkpoint.locate`.
+
+    Raises:
+        CorruptionError: If nothing is stored under a name.
+    """
+    rows, described, table = opened.native.locate([encode_fqn(fqn) for fqn in fqns], places, offsets)
+    if min(rows, default=0) < 0:
+        row = next(row for row, found in enumerate(rows) if found < 0)
+        at = "" if offsets[places[row]] is None else f" at {offsets[places[row]]}"
+        name = encode_fqn(fqns[row]).decode("utf-8", "replace")
+        raise CorruptionError(f"{opened.where}: no object holds {name!r}{at}")
+    return rows, described, table
 
 
 def _check_value(opened: Opened, part: Part, planner: LoadPlanner) -> None:
@@ -183,13 +245,9 @@ def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], Any]:
 
     DCP asks of each object whether it implements a protocol, which takes longer than all that a load does with it.
     """
-    if not isinstance(planner, DefaultLoadPlanner):
+    if not isinstance(planner, DefaultLoadPlanner) or not _looks_up_plainly(planner):
         return planner.resolve_tensor
-    own = [getattr(method, "__func__", None) for method in (planner.resolve_tensor, planner.lookup_tensor)]
-    if own != [DefaultLoadPlanner.resolve_tensor, DefaultLoadPlanner.lookup_tensor]:
-        return planner.resolve_tensor
-
-    transforms = getattr(planner.transform_tensor, "__func__", None) is not DefaultLoadPlanner.transform_tensor
+    transforms = not _finds_plainly(planner)
 
     def resolve(item: ReadItem) -> Any:
         index = item.dest_index
@@ -204,6 +262,20 @@ def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], Any]:
         return found
 
     return resolve
+
+
+def _looks_up_plainly(planner: DefaultLoadPlanner) -> bool:
+    own = [getattr(method, "__func__", None) for method in (planner.resolve_tensor, planner.lookup_tensor)]
+    return own == [DefaultLoadPlanner.resolve_tensor, DefaultLoadPlanner.lookup_tensor]
+
+
+def _finds_plainly(planner: LoadPlanner) -> "TypeIs[DefaultLoadPlanner]":
+    """Whether a tensor goes into what the planner's state holds under its name, and nobody is told of it."""
+    if not isinstance(planner, DefaultLoadPlanner) or not _looks_up_plainly(planner):
+        return False
+    methods = planner.transform_tensor, planner.commit_tensor
+    own = [getattr(method, "__func__", None) for method in methods]
+    return own == [DefaultLoadPlanner.transform_tensor, DefaultLoadPlanner.commit_tensor]
 
 
 def _resolve(opened: Opened, part: Part, resolve: Callable[[ReadItem], Any], settings: LoadSettings) -> None:
@@ -225,6 +297,7 @@ def _resolve(opened: Opened, part: Part, resolve: Callable[[ReadItem], Any], set
             and target.dtype == dtype_of(part.dtype)
             and not any(item.storage_offsets)
         ):
+            part.is_whole = True
             return
     _resolve_unlike(opened, part, found, settings)
 
@@ -318,7 +391,7 @@ def _read_blobs(
     rows = list(dict.fromkeys(part.row for part in blobs if part.row not in data_of))
     stats = ReadStats()
     if rows:
-        payloads, more = opened.native.read([], rows, verify=settings.verify)
+        payloads, more = opened.native.read([], rows, [], verify=settings.verify)
         data_of.update(zip(rows, payloads, strict=True))
         stats = stats.plus(more)
     for part in blobs:
@@ -349,12 +422,18 @@ def _undo_transforms(opened: Opened, part: Part, data: bytes) -> bytes:
         raise CheckpointError(f"{opened.where}: cannot undo {names} of {part.fqn!r}: {error}") from error
 
 
-def _read_regions(opened: Opened, parts: Sequence[Part], settings: LoadSettings, stats: ReadStats) -> ReadStats:
+def _read_regions(
+    opened: Opened, parts: Sequence[Part], settings: LoadSettings, stats: ReadStats, whole: _Whole | None = None
+) -> ReadStats:
     """Read straight into every destination that lets us, through kept-small temporaries into the others."""
+    whole = whole or _Whole()
     direct: list[Lent] = []
     bounced: list[Part] = []
+    rest = [part for part in parts if not (part.is_whole and whole.add(part.row, part.target))]
     seen: dict[Any, Any] = {}
-    for part in parts:
+    if rest:
+        seen = {place_of(target): (row, (0,) * target.dim()) for row, _, target in whole.places}
+    for part in rest:
         if not part.target.numel():
             continue
         place, source = place_of(part.target), (part.row, tuple(part.item.storage_offsets))
@@ -363,14 +442,14 @@ def _read_regions(opened: Opened, parts: Sequence[Part], settings: LoadSettings,
         elif place not in seen:
             seen[place] = source
             direct.append(lent(part, part.target))
-    if direct:
-        _, more = opened.native.read(direct, [], verify=settings.verify)
+    if direct or whole.places:
+        _, more = opened.native.read(direct, [], whole.places, verify=settings.verify)
         stats = stats.plus(more)
-        bump_versions(region[-1] for region in direct)
+        bump_versions([*(region[-1] for region in direct), *(target for _, _, target in whole.places)])
     for batch in _batches(bounced, settings.budget_bytes):
         temporaries = [torch.empty(tuple(p.item.lengths), dtype=dtype_of(p.dtype)) for p in batch]
         regions = [lent(part, temporary) for part, temporary in zip(batch, temporaries, strict=True)]
-        _, more = opened.native.read(regions, [], verify=settings.verify)
+        _, more = opened.native.read(regions, [], [], verify=settings.verify)
         stats = stats.plus(more)
         for part, temporary in zip(batch, temporaries, strict=True):
             copy_into(part.target, temporary)

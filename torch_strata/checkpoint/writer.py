@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,16 +27,15 @@ from torch_strata.checkpoint._arena import Lease, arena, forget_frames
 from torch_strata.checkpoint._assignment import Assignment
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
-from torch_strata.checkpoint._items import NativeItem, resolve_items
+from torch_strata.checkpoint._items import NativeItems
 from torch_strata.checkpoint._lazy_state import PlannedMetadata
-from torch_strata.checkpoint._metadata import DCP_VERSION, entries_of, read_metadata
+from torch_strata.checkpoint._metadata import DCP_VERSION, promises_of
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
-from torch_strata.checkpoint._planner_data import encode_planner_data
+from torch_strata.checkpoint._planner_data import decode_planner_data, encode_planner_data
 from torch_strata.checkpoint._safetensors import holds_safetensors
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
-from torch_strata.checkpoint._stock_pickle import Placed, stock_pickle
+from torch_strata.checkpoint._stock_pickle import stock_parts
 from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
-from torch_strata.checkpoint._tensors import HOST
 from torch_strata.checkpoint._training_group import warn_of_training_group
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.planning import compact
@@ -62,7 +61,7 @@ from torch_strata.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch_strata._types import TensorEntry
+    from torch_strata._types import StockParts
 
 __all__ = ["SaveStats", "StrataWriter"]
 
@@ -234,29 +233,28 @@ class StrataWriter(StorageWriter):
         started = time.monotonic()
         self._spent = True
         rank = plan.storage_data if self._rank is None else self._rank
-        items: list[NativeItem] = []
+        items = NativeItems()
         store, transfer = self._store(), self.transfer
         bar = wants_bar(self._config.progress, in_background=self._is_a_copy)
         try:
-            items += resolve_items(plan.items, planner)
+            items.resolve(plan.items, planner)
             with shown("saving", os.fspath(self._place), lambda: transfer.progress, self._met, bar=bar):
-                record = _native.write_items(store, items, rank=rank, save_id=self._save_id, transfer=transfer)
+                record = items.write(store, rank=rank, save_id=self._save_id, transfer=transfer)
         except BaseException as error:
             forget_frames(error)
             raise
         finally:
-            arena().release(address for _, _, _, _, device, address, *_ in items if device == HOST)
+            arena().release(items.addresses())
             items.clear()  # an error's traceback holds this frame
-        written = _native.record_bytes(record)
         self._stats = SaveStats(
             save_id=self._save_id,
-            written_bytes=written,
+            written_bytes=sum(size for _, size in _native.record_objects(record)),
             write_seconds=time.monotonic() - started,
             store=self._met(),
         )
         # One compact result a rank: DCP only carries it to `finish`.
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(f"rank {rank}"), written, record)])
+        future.set_result([WriteResult(MetadataIndex(f"rank {rank}"), self._stats.written_bytes, record)])
         return future
 
     @gc_paused()
@@ -280,16 +278,14 @@ class StrataWriter(StorageWriter):
             raise CheckpointError("finish() was called on a rank that did not prepare a plan")
         records = [result.storage_data for rank_results in results for result in rank_results]
         try:
-            entries = entries_of(metadata)
             commit = partial(
                 _native.commit,
                 self._store(),
                 base,
                 records,
-                entries,
+                promises_of(metadata),
                 planner_data=encode_planner_data(metadata.planner_data),
-                # Not hung on `metadata`, which DCP broadcasts to all ranks afterwards: the index need not travel.
-                stock_metadata=self._stock_pickle(entries, _placed(records), metadata.planner_data, self._save_id),
+                stock=self._stock_parts(metadata.planner_data, self._save_id),
                 save_id=self._save_id,
                 previous_save_id=_previous_save_id(base),
                 rank=self._own_rank,
@@ -297,13 +293,16 @@ class StrataWriter(StorageWriter):
                 generation=self._generation(),
                 run_root=self._run_root_store(),
             )
+        except OverflowError as error:
+            self._discard(_objects_of(records))
+            raise CheckpointError(f"the planner's metadata cannot be written: {error}") from error
         except Exception:
-            self._discard({entry[3] for entry in _placed(records)})
+            self._discard(_objects_of(records))
             raise
         try:
             done = commit()  # which removes the objects itself, unless they may be committed
         except (OverflowError, TypeError) as error:  # an argument that Rust cannot hold: nothing was begun
-            self._discard({entry[3] for entry in _placed(records)})
+            self._discard(_objects_of(records))
             raise CheckpointError(f"the planner's metadata cannot be written: {error}") from error
         self._base = None
         if isinstance(metadata, PlannedMetadata):
@@ -446,16 +445,13 @@ class StrataWriter(StorageWriter):
         """
         rank = self._own_rank
         opened = open_checkpoint(self._store(), self._place, rank=rank)
-        metadata = read_metadata(opened, storage_meta=StorageMeta(), whole=rank is None)
-        entries, items = entries_of(metadata), opened.native.items()
-        data = self._stock_pickle(entries, items, metadata.planner_data, opened.save_id)
+        planner_data = decode_planner_data(opened.native.planner_data, os.fspath(self._place))
+        data = opened.native.stock_pickle(self._stock_parts(planner_data, opened.save_id))
         self._store().put(metadata_name(rank), data)
 
-    def _stock_pickle(
-        self, entries: "list[TensorEntry]", placed: Iterable[Placed], planner_data: Any, save_id: str
-    ) -> bytes:
+    def _stock_parts(self, planner_data: Any, save_id: str) -> "StockParts":
         meta = StorageMeta(checkpoint_id=os.fspath(self._place), save_id=save_id)
-        return stock_pickle(entries, placed, planner_data=planner_data, storage_meta=meta, version=DCP_VERSION)
+        return stock_parts(planner_data, meta, version=DCP_VERSION)
 
     def _discard(self, names: set[str], store: _native.Store | None = None, ends_at: float = math.inf) -> None:
         """Remove the objects of a save that cannot be committed."""
@@ -498,10 +494,8 @@ class StrataWriter(StorageWriter):
         )
 
 
-def _placed(records: Iterable[bytes]) -> Iterator[Placed]:
-    """Where each item is, one rank's after the other: those of all at once are a large part of a gigabyte."""
-    for record in records:
-        yield from _native.stock_entries([record])
+def _objects_of(records: Iterable[bytes]) -> set[str]:
+    return {name for record in records for name, _ in _native.record_objects(record)}
 
 
 def _previous_save_id(base: _native.Base) -> str:

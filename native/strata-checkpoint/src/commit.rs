@@ -8,26 +8,27 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use bytes::Bytes;
 use strata_io::{Error as IoError, ObjectInfo, PutMode, Store, pending_uploads};
 
-pub use self::merge::PromisedEntry;
+pub use self::merge::Promises;
 use self::merge::merge;
 use crate::base::{Base, newest_generation};
 use crate::collect::{Before, FOLDERS, collect};
 use crate::manifest::{Manifest, ManifestName, decode, encode};
 use crate::open::{metadata_name, or_empty};
-use crate::record::RankRecord;
+use crate::record::Records;
+use crate::stock_pickle::{StockParts, stock_pickle};
 use crate::{Error, Result};
 
 /// What is to be committed.
 #[derive(Debug)]
 pub struct Commit<'a> {
     /// Of every rank that wrote.
-    pub records: Vec<RankRecord>,
-    /// What state_dict_metadata promises, in its order.
-    pub entries: Vec<PromisedEntry>,
+    pub records: Records,
+    /// What state_dict_metadata promises.
+    pub promises: Promises,
     /// The planner's data, one byte of encoding first.
     pub planner_data: Vec<u8>,
-    /// The new `.metadata`.
-    pub stock_metadata: Bytes,
+    /// What the new `.metadata` says beside the manifest.
+    pub stock: StockParts,
     /// Of this save.
     pub save_id: String,
     /// Of the `.metadata` that is there; empty if none.
@@ -71,14 +72,14 @@ pub struct CommitStats {
 /// from here or has another size; [`Error::Superseded`], [`Error::StaleGeneration`] if this save lost its right.
 /// The objects are removed then, and what was there before still loads. [`Error::Io`] also if `.metadata` cannot be
 /// put over a stock one without a save_id: that one still counts then, for readers cannot tell it from a later save.
-pub async fn commit(store: &dyn Store, base: &Base, commit: Commit<'_>) -> Result<CommitStats> {
-    let written: Vec<String> =
-        commit.records.iter().flat_map(|record| record.objects.iter().map(|object| object.name.clone())).collect();
-    match publish(store, base, &commit).await {
+pub async fn commit(store: &dyn Store, base: &Base, mut commit: Commit<'_>) -> Result<CommitStats> {
+    let written: Vec<String> = commit.records.objects.iter().map(|object| object.name.clone()).collect();
+    match publish(store, base, &mut commit).await {
         Ok((mut stats, before, manifest)) => {
             let metadata = metadata_name(commit.rank);
             let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
-            match store.put(&metadata, commit.stock_metadata.clone(), PutMode::Overwrite).await {
+            let index = Bytes::from(stock_pickle(&manifest, &commit.stock));
+            match store.put(&metadata, index, PutMode::Overwrite).await {
                 Ok(()) => match collect(store, commit.run_root, &manifest, &before).await {
                     Ok(collected) => stats.collected = collected,
                     Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
@@ -120,9 +121,9 @@ impl<E: Into<Error>> From<E> for Failure {
 async fn publish(
     store: &dyn Store,
     base: &Base,
-    commit: &Commit<'_>,
+    commit: &mut Commit<'_>,
 ) -> Result<(CommitStats, Before, Manifest), Failure> {
-    let mut manifest = merge(&commit.records, &commit.entries)?;
+    let mut manifest = merge(std::mem::take(&mut commit.records), std::mem::take(&mut commit.promises))?;
     manifest.save_id.clone_from(&commit.save_id);
     manifest.previous_save_id.clone_from(&commit.previous_save_id);
     manifest.planner_data.clone_from(&commit.planner_data);

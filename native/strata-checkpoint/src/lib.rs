@@ -1,7 +1,7 @@
 //! Checkpoints: the format, and saving, committing and loading them.
 //!
-//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`], [`share`]. They take
-//! values and return values. The rest acts on a [`strata_io::Store`] or on memory. No Python here.
+//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`], [`share`],
+//! `stock_pickle`. They take values and return values. The rest acts on a [`strata_io::Store`] or on memory. No Python here.
 
 mod base;
 mod bounce;
@@ -26,10 +26,11 @@ mod save;
 pub mod share;
 mod siblings;
 pub mod stock;
+mod stock_pickle;
 mod verify;
 
 pub use base::{Base, claim_generation, open_base};
-pub use commit::{Commit, CommitStats, PromisedEntry, commit};
+pub use commit::{Commit, CommitStats, Promises, commit};
 pub use destination::Destination;
 pub use error::{Error, Result};
 pub use load::{Piece, ReadStats, Reading, Round, TensorRead, Together, VerifyMode, blob_bytes, read};
@@ -37,6 +38,7 @@ pub use open::{Beside, Checkpoint, Source, open};
 pub use payload::Payload;
 pub use plain::PlainTensor;
 pub use progress::Progress;
-pub use record::{RankRecord, StockEntry, stock_entries};
+pub use record::{RankRecord, Records, StockEntry};
 pub use save::{SaveItem, write_items};
+pub use stock_pickle::{StockParts, stock_pickle};
 pub use verify::{Findings, verify};

@@ -5,7 +5,7 @@ mod decode;
 mod encode;
 
 pub(crate) use columns::check_extent;
-pub use columns::{decode_items, encode_items};
+pub use columns::{Shared, decode_items, encode_items};
 pub use decode::{DecodeError, decode};
 pub use encode::encode;
 pub(crate) use encode::stored_object;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::item::{Item, Kind, Object};
+use crate::item::{Digests, Item, Kind, Object};
 use crate::manifest::{Manifest, check_extent};
 use crate::open::{Checkpoint, Source};
 use crate::{Error, Result};
@@ -39,21 +39,21 @@ impl Checkpoint {
                 objects.len() as u32 - 1
             });
             let item = Item {
-                offsets: Some(vec![0; tensor.shape.len()]),
+                offsets: Some(Arc::from(vec![0; tensor.shape.len()])),
                 index: None,
                 kind: Kind::Tensor,
                 dtype: Arc::from(tensor.dtype),
-                strides: contiguous(&tensor.shape),
-                shape: tensor.shape,
+                strides: Arc::from(contiguous(&tensor.shape)),
+                shape: Arc::from(tensor.shape),
                 object: number,
                 item_offset: tensor.offset,
                 item_bytes: tensor.bytes,
                 payload_skip: 0,
                 payload_bytes: tensor.bytes,
-                digests: Vec::new(),
+                digests: Digests::None,
                 inline: None,
                 whole_crc32: None,
-                fqn: tensor.fqn,
+                fqn: Arc::from(tensor.fqn),
             };
             let object = &mut objects[number as usize];
             check_extent(&item).map_err(|detail| Error::Manifest {

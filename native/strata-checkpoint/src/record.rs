@@ -5,7 +5,7 @@ use prost::Message;
 use strata_proto::v1;
 
 use crate::item::{Item, Object};
-use crate::manifest::{decode_items, encode_items};
+use crate::manifest::{Shared, decode_items, encode_items};
 use crate::{Error, Result};
 
 /// One rank's part of a save.
@@ -36,23 +36,58 @@ impl RankRecord {
         .encode_to_vec()
     }
 
-    /// The record in `bytes`.
+    /// The objects of the record in `bytes`.
     ///
     /// # Errors
     /// [`Error::Manifest`] if `bytes` are no record.
-    pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let fault = |detail: String| Error::Manifest { object: "record of a rank".into(), detail };
-        let raw = v1::RankRecord::decode(bytes).map_err(|error| fault(error.to_string()))?;
-        let group = raw.items.unwrap_or_default();
-        let items = decode_items(&group, &raw.digests, &Bytes::from(raw.inline), raw.objects.len()).map_err(fault)?;
-        let object = |object: v1::StoredObject| Object { name: object.name, size: object.size, reference: None };
-        Ok(Self {
-            rank: raw.rank,
-            objects: raw.objects.into_iter().map(object).collect(),
-            items,
-            payload_bytes: raw.payload_bytes,
-        })
+    pub fn objects_of(bytes: &[u8]) -> Result<Vec<Object>> {
+        Ok(parsed(bytes)?.objects.into_iter().map(object).collect())
     }
+}
+
+/// Of all ranks, one after the other.
+#[derive(Debug, Default)]
+pub struct Records {
+    /// All objects; items point into this list.
+    pub objects: Vec<Object>,
+    /// All items.
+    pub items: Vec<Item>,
+    /// Sum of the payloads, aliases of one rank counted once.
+    pub payload_bytes: u64,
+}
+
+impl Records {
+    /// What `records` hold.
+    ///
+    /// # Errors
+    /// [`Error::Manifest`] if one is no record.
+    pub fn decode<'a>(records: impl IntoIterator<Item = &'a [u8]>) -> Result<Self> {
+        let mut all = Self::default();
+        let mut shared = Shared::default();
+        for bytes in records {
+            let raw = parsed(bytes)?;
+            let group = raw.items.unwrap_or_default();
+            let inline = Bytes::from(raw.inline);
+            let items = decode_items(&group, &raw.digests, &inline, raw.objects.len(), &mut shared).map_err(fault)?;
+            let first = all.objects.len() as u32;
+            all.items.extend(items.into_iter().map(|item| Item { object: item.object + first, ..item }));
+            all.objects.extend(raw.objects.into_iter().map(object));
+            all.payload_bytes += raw.payload_bytes;
+        }
+        Ok(all)
+    }
+}
+
+fn parsed(bytes: &[u8]) -> Result<v1::RankRecord> {
+    v1::RankRecord::decode(bytes).map_err(|error| fault(error.to_string()))
+}
+
+fn fault(detail: String) -> Error {
+    Error::Manifest { object: "record of a rank".into(), detail }
+}
+
+fn object(stored: v1::StoredObject) -> Object {
+    Object { name: stored.name, size: stored.size, reference: None }
 }
 
 /// One item as `.metadata` names it.
@@ -72,29 +107,13 @@ pub struct StockEntry {
     pub length: u64,
 }
 
-/// What `.metadata` has to say of every item in `records`.
-///
-/// # Errors
-/// [`Error::Manifest`] if one is no record.
-pub fn stock_entries(records: &[impl AsRef<[u8]>]) -> Result<Vec<StockEntry>> {
-    let mut entries = Vec::new();
-    for record in records {
-        let RankRecord { objects, items, .. } = RankRecord::decode(record.as_ref())?;
-        entries.extend(items.into_iter().map(|item| {
-            let object = objects[item.object as usize].name.clone();
-            StockEntry::of(item, object)
-        }));
-    }
-    Ok(entries)
-}
-
 impl StockEntry {
     /// The entry of `item`, which is in one of `objects`.
     pub fn of(item: Item, object: String) -> Self {
         Self {
             object,
-            fqn: item.fqn,
-            offsets: item.offsets,
+            fqn: item.fqn.to_vec(),
+            offsets: item.offsets.map(|offsets| offsets.to_vec()),
             index: item.index,
             offset: item.item_offset,
             length: item.item_bytes,

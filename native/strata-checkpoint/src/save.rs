@@ -11,7 +11,7 @@ use strata_io::{ObjectWriter, Part, Store};
 use tokio::task::JoinSet;
 
 use crate::container::{Frame, Placement, TensorSpec};
-use crate::item::{Item, Kind, Object};
+use crate::item::{Digests, Dims, Item, Kind, Object};
 use crate::layout::{self, Piece};
 use crate::payload::{self, Payload};
 use crate::progress::Progress;
@@ -28,9 +28,9 @@ const INLINE_RANK_BYTES: u64 = 1 << 20;
 #[derive(Debug, Clone)]
 pub struct SaveItem {
     /// Name in the state_dict.
-    pub fqn: Vec<u8>,
+    pub fqn: Arc<[u8]>,
     /// Of the chunk; None for a pickled value.
-    pub offsets: Option<Vec<u64>>,
+    pub offsets: Option<Dims>,
     /// DCP's index hint.
     pub index: Option<u32>,
     /// What the payload is.
@@ -38,9 +38,9 @@ pub struct SaveItem {
     /// torch's name of the dtype; empty for bytes.
     pub dtype: Arc<str>,
     /// Shape of what is stored, in elements.
-    pub shape: Vec<u64>,
+    pub shape: Dims,
     /// Strides of what is stored, in elements.
-    pub strides: Vec<u64>,
+    pub strides: Dims,
     /// The payload; lent memory.
     pub payload: Payload,
 }
@@ -127,7 +127,7 @@ struct Stored {
 }
 
 /// What makes two tensors one: device, address, length; dtype, shape and strides.
-type Memory = ((Option<u32>, u64, u64), Arc<str>, Vec<u64>, Vec<u64>);
+type Memory = ((Option<u32>, u64, u64), Arc<str>, Dims, Dims);
 
 /// Tensors with the same memory and geometry become one stored payload; the order of the plan is kept.
 fn plan_objects(items: Vec<SaveItem>, rank: u32, save_id: &str) -> Result<Vec<ObjectPlan>> {
@@ -240,6 +240,7 @@ async fn write_object(
     let plan = Arc::into_inner(plan).expect("every part is written");
     for (stored, digester) in plan.stored.into_iter().zip(digests) {
         let (blocks, _) = digester.finish();
+        let digests: Digests = blocks.into_iter().collect();
         let payload_bytes = stored.payload.len();
         record.payload_bytes += payload_bytes;
         payloads.extend(stored.items.iter().map(|item| item.payload.clone()));
@@ -256,7 +257,7 @@ async fn write_object(
             item_bytes: stored.bytes,
             payload_skip: stored.skip,
             payload_bytes,
-            digests: blocks.clone(),
+            digests: digests.clone(),
             inline: None,
             whole_crc32: None,
         }));
@@ -362,7 +363,7 @@ fn choose_inline(items: &mut [Item], payloads: &[Payload]) -> Result<()> {
             break;
         }
         left -= items[i].payload_bytes;
-        items[i].inline = Some(payloads[i].copy()?);
+        items[i].inline = Some(Box::new(payloads[i].copy()?));
     }
     Ok(())
 }

@@ -225,7 +225,7 @@ fn frame_problem(item: &Item, head: Option<Bytes>, tail: Option<Bytes>) -> Optio
 
 fn inline_problem(item: &Item) -> Option<String> {
     let inline = item.inline.as_ref()?;
-    let expected = item.digests.first().map_or(xxh3(b""), |digest| digest.xxh3);
+    let expected = item.digests.get(0).map_or(xxh3(b""), |digest| digest.xxh3);
     (xxh3(inline) != expected).then(|| format!("{:?}: the manifest's copy differs from the written value", item.name()))
 }
 

@@ -16,20 +16,20 @@ fn item(fqn: &str, shape: &[u64], object: u32, offset: u64) -> Item {
     let payload_bytes = shape.iter().product::<u64>() * 4;
     let digest = |block| BlockDigest { crc32: block as u32 * 7, xxh3: block as u128 * 11 + 3 };
     Item {
-        fqn: fqn.as_bytes().to_vec(),
-        offsets: Some(vec![0; shape.len()]),
+        fqn: Arc::from(fqn.as_bytes()),
+        offsets: Some(Arc::from(vec![0; shape.len()])),
         index: Some(0),
         kind: Kind::Tensor,
         dtype: Arc::from("float32"),
-        shape: shape.to_vec(),
-        strides,
+        shape: Arc::from(shape),
+        strides: Arc::from(strides),
         object,
         item_offset: offset,
         item_bytes: payload_bytes + 1000,
         payload_skip: 800,
         payload_bytes,
         digests: (0..num_blocks(payload_bytes)).map(digest).collect(),
-        inline: (payload_bytes <= 64).then(|| Bytes::from(vec![5; payload_bytes as usize])),
+        inline: (payload_bytes <= 64).then(|| Box::new(Bytes::from(vec![5; payload_bytes as usize]))),
         whole_crc32: None,
     }
 }
@@ -40,10 +40,10 @@ fn manifest(num_items: usize) -> Manifest {
         .map(|i| item(&format!("model.layers.{i:06}.weight"), shapes[i % 5], (i % 2) as u32, i as u64 * 64))
         .collect();
     let entry = |item: &Item| Entry {
-        fqn: item.fqn.clone(),
+        fqn: item.fqn.to_vec(),
         tensor: Some(TensorEntry {
             dtype: "float32".into(),
-            size: item.shape.clone(),
+            size: item.shape.to_vec(),
             strides: Some(item.strides.iter().map(|s| *s as i64).collect()),
             requires_grad: true,
             pin_memory: false,
@@ -119,8 +119,8 @@ fn items_that_do_not_fit_are_refused() {
         ("behind its object", |item| item.item_offset = 1 << 41),
         ("overflowing", |item| item.item_offset = u64::MAX - 5),
         ("payload behind the item", |item| item.payload_skip = 1 << 30),
-        ("shape larger than the payload", |item| item.shape[0] += 1),
-        ("overflowing shape", |item| item.shape[0] = u64::MAX),
+        ("shape larger than the payload", |item| Arc::make_mut(&mut item.shape)[0] += 1),
+        ("overflowing shape", |item| Arc::make_mut(&mut item.shape)[0] = u64::MAX),
         ("unknown dtype", |item| item.dtype = Arc::from("float31")),
     ];
     for (what, change) in changes {

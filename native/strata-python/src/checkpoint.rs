@@ -5,16 +5,18 @@ use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use strata_checkpoint::geometry::StridedCopy;
-use strata_checkpoint::item::{Item, TensorEntry};
+use strata_checkpoint::item::{Item, Kind};
 use strata_checkpoint::{self as core, PlainTensor, Source, StockEntry, TensorRead, VerifyMode, stock};
 use strata_io::schedule::ByteBudget;
 
 use crate::buffers::{Owners, destination};
+use crate::entries::{PyEntries, RawStockParts, entries, stock_parts};
 use crate::errors::to_py;
 use crate::runtime::wait;
-use crate::save::{RawEntry, RawStockEntry, stock_to_py};
+use crate::save::{RawStockEntry, stock_to_py};
 use crate::store::Store;
 
 /// Adds this file's classes.
@@ -154,28 +156,12 @@ impl Checkpoint {
         PyBytes::new(py, &self.now().manifest.planner_data)
     }
 
-    fn entries<'py>(&self, py: Python<'py>) -> Vec<RawEntry<Bound<'py, PyBytes>>> {
-        let checkpoint = self.now();
-        let manifest = &checkpoint.manifest;
-        let mut chunks: HashMap<&[u8], Vec<&Item>> = HashMap::new();
-        for item in manifest.items.iter().filter(|item| item.offsets.is_some()) {
-            chunks.entry(&item.fqn).or_default().push(item);
-        }
-        let raw = |entry: &core::item::Entry| {
-            let mut chunks = chunks.remove(entry.fqn.as_slice()).unwrap_or_default();
-            chunks.sort_by_key(|item| item.index);
-            let offsets = chunks.iter().map(|item| item.offsets.clone().expect("filtered")).collect();
-            let sizes = chunks.iter().map(|item| item.shape.clone()).collect();
-            let fqn = PyBytes::new(py, &entry.fqn);
-            match entry.tensor.clone() {
-                None => (fqn, false, String::new(), vec![], None, false, false, 0, String::new(), vec![], vec![]),
-                Some(tensor) => {
-                    let TensorEntry { dtype, size, strides, requires_grad, pin_memory, memory_format, layout } = tensor;
-                    (fqn, true, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes)
-                }
-            }
-        };
-        manifest.entries.iter().map(raw).collect()
+    fn entries<'py>(&self, py: Python<'py>) -> PyEntries<'py> {
+        entries(py, &self.now().manifest)
+    }
+
+    fn stock_pickle<'py>(&self, py: Python<'py>, parts: RawStockParts) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &core::stock_pickle(&self.now().manifest, &stock_parts(parts)))
     }
 
     fn items<'py>(&self, py: Python<'py>) -> Vec<RawStockEntry<Bound<'py, PyBytes>>> {
@@ -206,17 +192,23 @@ impl Checkpoint {
         Ok(())
     }
 
-    fn rows(&self, keys: Vec<(Vec<u8>, Option<Vec<u64>>)>) -> Vec<i64> {
-        self.now().rows(&keys).into_iter().map(|row| row.map_or(-1, |row| row as i64)).collect()
-    }
-
-    fn describe(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<Vec<Described>> {
+    fn locate(
+        &self,
+        py: Python<'_>,
+        fqns: Vec<PyBackedBytes>,
+        places: Vec<usize>,
+        offsets: Vec<Option<Vec<u64>>>,
+    ) -> PyResult<(Vec<i64>, Vec<usize>, Vec<Described>)> {
         let mut checkpoint = self.now();
-        for row in &rows {
-            Self::item(&checkpoint, *row)?;
+        let mut keys = Vec::with_capacity(fqns.len());
+        for (fqn, place) in fqns.iter().zip(places) {
+            let place = offsets.get(place).ok_or_else(|| PyValueError::new_err(format!("no offsets {place}")))?;
+            keys.push((&**fqn, place.as_deref()));
         }
+        let rows = checkpoint.rows(&keys);
         if checkpoint.source != Source::Strata {
-            let (store, wanted, mut changed) = (self.reading.store.clone(), rows.clone(), (*checkpoint).clone());
+            let wanted: Vec<usize> = rows.iter().copied().flatten().collect();
+            let (store, mut changed) = (self.reading.store.clone(), (*checkpoint).clone());
             let changed = wait(py, async move {
                 stock::resolve(&*store, &mut changed, &wanted).await?;
                 Ok::<_, core::Error>(changed)
@@ -224,19 +216,27 @@ impl Checkpoint {
             checkpoint = Arc::new(changed);
             *self.checkpoint.lock().expect("never poisoned") = checkpoint.clone();
         }
-        let describe = |row: usize| {
-            let item = &checkpoint.manifest.items[row];
-            (item.kind.code(), item.dtype.to_string(), item.shape.clone(), item.strides.clone())
+        let mut table: Vec<Described> = Vec::new();
+        let mut numbers: HashMap<_, usize> = HashMap::new();
+        let mut number = |row: &Option<usize>| {
+            let Some(row) = row else { return 0 };
+            let Item { kind, dtype, shape, strides, .. } = &checkpoint.manifest.items[*row];
+            *numbers.entry((kind.code(), &**dtype, &**shape, &**strides)).or_insert_with(|| {
+                table.push((kind.code(), dtype.to_string(), shape.to_vec(), strides.to_vec()));
+                table.len() - 1
+            })
         };
-        Ok(rows.into_iter().map(describe).collect())
+        let described = rows.iter().map(&mut number).collect();
+        Ok((rows.into_iter().map(|row| row.map_or(-1, |row| row as i64)).collect(), described, table))
     }
 
-    #[pyo3(signature = (tensors, blobs, *, verify))]
+    #[pyo3(signature = (tensors, blobs, whole, *, verify))]
     fn read<'py>(
         &self,
         py: Python<'py>,
         tensors: Vec<RawRead<'py>>,
         blobs: Vec<usize>,
+        whole: Vec<(usize, usize, Bound<'py, PyAny>)>,
         verify: &str,
     ) -> PyResult<(Vec<Bound<'py, PyBytes>>, ReadStats)> {
         let mode = mode_of(verify)?;
@@ -244,7 +244,8 @@ impl Checkpoint {
         for row in &blobs {
             Self::item(&checkpoint, *row)?;
         }
-        let tensors = lend_destinations(&checkpoint, tensors)?;
+        let mut tensors = lend_destinations(&checkpoint, tensors)?;
+        tensors.extend(lend_whole(&checkpoint, whole)?);
         let reading = self.reading.clone();
         let (blobs, stats) = wait(py, async move { core::read(&reading, checkpoint, tensors, &blobs, mode).await })?;
         Ok((blobs.iter().map(|bytes| PyBytes::new(py, bytes)).collect(), stats.into()))
@@ -303,4 +304,34 @@ pub(crate) fn lend_destinations(checkpoint: &core::Checkpoint, raw: Vec<RawRead<
         Ok(TensorRead { row, destination: destination.map_err(core::Error::from).map_err(to_py)? })
     };
     copies.into_iter().map(lend).collect()
+}
+
+/// Destinations that take all of a row, contiguously: row, address, owner.
+fn lend_whole(checkpoint: &core::Checkpoint, raw: Vec<(usize, usize, Bound<'_, PyAny>)>) -> PyResult<Vec<TensorRead>> {
+    let mut owners = Owners::default();
+    let mut places = Vec::with_capacity(raw.len());
+    for (row, address, owner) in raw {
+        let item = Checkpoint::item(checkpoint, row)?;
+        if item.kind != Kind::Tensor {
+            return Err(PyValueError::new_err(format!("{:?} is not stored as a tensor", item.name())));
+        }
+        let strides = contiguous(&item.shape);
+        places.push((row, address, copy_of(item, &vec![0; item.shape.len()], &item.shape, &strides)?));
+        owners.keep(owner);
+    }
+    let lease = owners.lease();
+    let lend = |(row, address, copy)| {
+        let destination = destination(None, address, copy, &lease);
+        Ok(TensorRead { row, destination: destination.map_err(core::Error::from).map_err(to_py)? })
+    };
+    places.into_iter().map(lend).collect()
+}
+
+/// Row-major strides, in elements.
+fn contiguous(shape: &[u64]) -> Vec<i64> {
+    let mut strides = vec![1; shape.len()];
+    for dim in (1..shape.len()).rev() {
+        strides[dim - 1] = strides[dim] * shape[dim].max(1) as i64;
+    }
+    strides
 }

@@ -2,32 +2,37 @@
 
 use crate::item::{Entry, Item, num_blocks};
 use crate::manifest::Manifest;
-use crate::record::RankRecord;
+use crate::record::Records;
 use crate::{Error, Result};
 
-/// What state_dict_metadata says of one name, and which chunks of it must have been written.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PromisedEntry {
-    /// The name and its properties.
-    pub entry: Entry,
-    /// (offsets, sizes) of each chunk; empty for a pickled value.
-    pub chunks: Vec<(Vec<u64>, Vec<u64>)>,
+/// What state_dict_metadata says, and which chunks must have been written.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Promises {
+    /// Names and their properties, in the order of the state_dict.
+    pub entries: Vec<Entry>,
+    /// Where the chunks of each entry begin, and the end of the last; a pickled value has none.
+    pub first_chunks: Vec<usize>,
+    /// Where the dims of each chunk begin, and the end of the last.
+    pub first_dims: Vec<usize>,
+    /// First element of each chunk, dims of all chunks one after the other.
+    pub offsets: Vec<u64>,
+}
+
+impl Promises {
+    fn offsets_of(&self, entry: usize) -> impl Iterator<Item = &[u64]> {
+        let chunks = self.first_chunks[entry]..self.first_chunks[entry + 1];
+        chunks.map(|chunk| &self.offsets[self.first_dims[chunk]..self.first_dims[chunk + 1]])
+    }
 }
 
 /// One manifest of all records, if they hold each promised item once and nothing else.
-pub(super) fn merge(records: &[RankRecord], promised: &[PromisedEntry]) -> Result<Manifest> {
-    let mut manifest = Manifest::default();
-    for record in records {
-        let first = manifest.objects.len() as u32;
-        manifest.objects.extend(record.objects.iter().cloned());
-        let moved = |item: &Item| Item { object: item.object + first, ..item.clone() };
-        manifest.items.extend(record.items.iter().map(moved));
-        manifest.payload_bytes += record.payload_bytes;
-    }
-    manifest.items.sort_by(|a, b| (&a.fqn, &a.offsets).cmp(&(&b.fqn, &b.offsets)));
+pub(super) fn merge(records: Records, promises: Promises) -> Result<Manifest> {
+    let Records { objects, items, payload_bytes } = records;
+    let mut manifest = Manifest { objects, items, payload_bytes, ..Manifest::default() };
+    manifest.items.sort_unstable_by(|a, b| (&a.fqn, &a.offsets).cmp(&(&b.fqn, &b.offsets)));
     check_blocks(&manifest.items)?;
-    check_promises(&manifest.items, promised)?;
-    manifest.entries = promised.iter().map(|promise| promise.entry.clone()).collect();
+    check_promises(&manifest.items, &promises)?;
+    manifest.entries = promises.entries;
     Ok(manifest)
 }
 
@@ -38,17 +43,17 @@ fn check_blocks(items: &[Item]) -> Result<()> {
     }
 }
 
-fn check_promises(items: &[Item], promised: &[PromisedEntry]) -> Result<()> {
+fn check_promises(items: &[Item], promises: &Promises) -> Result<()> {
     let mut keys: Vec<(&[u8], Option<&[u64]>)> = Vec::with_capacity(items.len());
-    for PromisedEntry { entry, chunks } in promised {
+    for (number, entry) in promises.entries.iter().enumerate() {
         match entry.tensor {
             None => keys.push((&entry.fqn, None)),
-            Some(_) => keys.extend(chunks.iter().map(|(offsets, _)| (entry.fqn.as_slice(), Some(offsets.as_slice())))),
+            Some(_) => keys.extend(promises.offsets_of(number).map(|offsets| (entry.fqn.as_slice(), Some(offsets)))),
         }
     }
-    keys.sort();
+    keys.sort_unstable();
     let name = |key: &(&[u8], Option<&[u64]>)| format!("{:?} at {:?}", String::from_utf8_lossy(key.0), key.1);
-    let written = items.iter().map(|item| (item.fqn.as_slice(), item.offsets.as_deref()));
+    let written = items.iter().map(|item| (&*item.fqn, item.offsets.as_deref()));
     let mut keys = keys.into_iter().peekable();
     for key in written {
         match keys.next() {

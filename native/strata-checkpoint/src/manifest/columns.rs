@@ -1,5 +1,6 @@
 //! Items and entries as columns, and back. Everything read from a file is distrusted.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -35,16 +36,16 @@ pub fn encode_items(items: &[Item]) -> (ItemGroup, Vec<u8>, Vec<u8>) {
         group.payload_skip.push(item.payload_skip);
         group.payload_bytes.push(item.payload_bytes);
         group.num_dims_plus_one.push(item.offsets.as_ref().map_or(0, |o| o.len() as u32 + 1));
-        group.offsets.extend(item.offsets.iter().flatten());
+        group.offsets.extend(item.offsets.iter().flat_map(|offsets| offsets.iter()));
         if item.offsets.is_some() {
-            group.shape.extend(&item.shape);
-            group.strides.extend(&item.strides);
+            group.shape.extend(&*item.shape);
+            group.strides.extend(&*item.strides);
         }
         group.index_plus_one.push(item.index.map_or(0, |i| i + 1));
         group.inline_plus_one.push(item.inline.as_ref().map_or(0, |b| b.len() as u32 + 1));
         group.encoding.push(0);
-        inline.extend(item.inline.iter().flatten());
-        for digest in &item.digests {
+        inline.extend(item.inline.iter().flat_map(|bytes| bytes.iter()));
+        for digest in item.digests.iter() {
             digests.extend(digest.crc32.to_le_bytes());
             digests.extend(digest.xxh3.to_le_bytes());
         }
@@ -57,7 +58,13 @@ pub fn encode_items(items: &[Item]) -> (ItemGroup, Vec<u8>, Vec<u8>) {
 ///
 /// # Errors
 /// What does not fit together, without the file's name.
-pub fn decode_items(group: &ItemGroup, digests: &[u8], inline: &Bytes, num_objects: usize) -> Result<Vec<Item>, Fault> {
+pub fn decode_items(
+    group: &ItemGroup,
+    digests: &[u8],
+    inline: &Bytes,
+    num_objects: usize,
+    shared: &mut Shared,
+) -> Result<Vec<Item>, Fault> {
     let rows = group.kind.len();
     same_length(
         rows,
@@ -76,7 +83,7 @@ pub fn decode_items(group: &ItemGroup, digests: &[u8], inline: &Bytes, num_objec
             ("encoding", group.encoding.len()),
         ],
     )?;
-    let dtypes: Vec<Arc<str>> = group.dtypes.iter().map(|word| Arc::from(word.as_str())).collect();
+    let dtypes: Vec<Arc<str>> = group.dtypes.iter().map(|word| shared.words.of(word.as_str())).collect();
     let mut names = FrontDecoder::new(&group.fqn_bytes);
     let mut dims = Cursor::new(&group.shape, "shape");
     let mut strides = Cursor::new(&group.strides, "strides");
@@ -113,18 +120,18 @@ pub fn decode_items(group: &ItemGroup, digests: &[u8], inline: &Bytes, num_objec
                 }
                 let bytes = inline.slice(inline_at..end);
                 inline_at = end;
-                Some(bytes)
+                Some(Box::new(bytes))
             }
         };
         let placed = num_dims > 0;
         let item = Item {
-            fqn,
-            offsets: placed.then(|| offsets.take(num_dims - 1)).transpose()?,
+            fqn: shared.names.of(fqn),
+            offsets: placed.then(|| offsets.slice(num_dims - 1)).transpose()?.map(|dims| shared.dims.of(dims)),
             index: group.index_plus_one[row].checked_sub(1),
             kind: Kind::from_code(group.kind[row]).ok_or_else(|| format!("row {row} has kind {}", group.kind[row]))?,
             dtype: dtypes.get(group.dtype[row] as usize).cloned().ok_or("a dtype is not in the dictionary")?,
-            shape: if placed { dims.take(num_dims - 1)? } else { Vec::new() },
-            strides: if placed { strides.take(num_dims - 1)? } else { Vec::new() },
+            shape: shared.dims.of(if placed { dims.slice(num_dims - 1)? } else { &[] }),
+            strides: shared.dims.of(if placed { strides.slice(num_dims - 1)? } else { &[] }),
             object: group.object[row],
             item_offset: group.item_offset[row],
             item_bytes: group.item_bytes[row],
@@ -143,6 +150,50 @@ pub fn decode_items(group: &ItemGroup, digests: &[u8], inline: &Bytes, num_objec
         }
     }
     Ok(items)
+}
+
+/// What items of several groups have in common.
+#[derive(Default)]
+pub struct Shared {
+    names: Pool<u8>,
+    dims: Pool<u64>,
+    words: Words,
+}
+
+/// Equal slices, of which each is kept once.
+#[derive(Default)]
+struct Pool<T> {
+    known: HashSet<Arc<[T]>>,
+    last: Arc<[T]>,
+}
+
+impl<T: Clone + Eq + std::hash::Hash> Pool<T> {
+    fn of(&mut self, value: &[T]) -> Arc<[T]> {
+        // Chunks of one tensor stand one after the other.
+        if *self.last != *value {
+            self.last = match self.known.get(value) {
+                Some(known) => known.clone(),
+                None => {
+                    let new: Arc<[T]> = Arc::from(value);
+                    self.known.insert(new.clone());
+                    new
+                }
+            };
+        }
+        self.last.clone()
+    }
+}
+
+#[derive(Default)]
+struct Words(HashSet<Arc<str>>);
+
+impl Words {
+    fn of(&mut self, word: &str) -> Arc<str> {
+        if !self.0.contains(word) {
+            self.0.insert(Arc::from(word));
+        }
+        self.0.get(word).expect("inserted").clone()
+    }
 }
 
 /// Checks that payload and geometry stay within the item, so that later arithmetic cannot overflow.
@@ -227,7 +278,7 @@ pub(super) fn decode_entries(group: &TensorGroup) -> Result<Vec<(u64, Entry)>, F
     let word = |words: &[String], code: u32| words.get(code as usize).cloned().ok_or("a word is not in its dictionary");
     (0..rows)
         .map(|row| {
-            let fqn = names.next(group.fqn_shared[row], group.fqn_rest[row])?;
+            let fqn = names.next(group.fqn_shared[row], group.fqn_rest[row])?.to_vec();
             let num_dims = group.num_dims[row] as usize;
             let size = sizes.take(num_dims)?;
             let strides = (group.has_strides[row] != 0).then(|| strides.take(num_dims)).transpose()?;
@@ -273,10 +324,14 @@ impl<'a, T: Clone> Cursor<'a, T> {
     }
 
     fn take(&mut self, count: usize) -> Result<Vec<T>, Fault> {
+        Ok(self.slice(count)?.to_vec())
+    }
+
+    fn slice(&mut self, count: usize) -> Result<&'a [T], Fault> {
         let (head, tail) =
             self.left.split_at_checked(count).ok_or_else(|| format!("column {} ends early", self.name))?;
         self.left = tail;
-        Ok(head.to_vec())
+        Ok(head)
     }
 }
 
@@ -309,7 +364,8 @@ impl FrontCoder {
     fn push(&mut self, name: &[u8], bytes: &mut Vec<u8>) -> (u32, u32) {
         let shared = self.before.iter().zip(name).take_while(|(a, b)| a == b).count();
         bytes.extend(&name[shared..]);
-        self.before = name.to_vec();
+        self.before.truncate(shared);
+        self.before.extend_from_slice(&name[shared..]);
         (shared as u32, (name.len() - shared) as u32)
     }
 }
@@ -324,15 +380,15 @@ impl<'a> FrontDecoder<'a> {
         Self { before: Vec::new(), left: bytes }
     }
 
-    fn next(&mut self, shared: u32, rest: u32) -> Result<Vec<u8>, Fault> {
+    fn next(&mut self, shared: u32, rest: u32) -> Result<&[u8], Fault> {
         let (head, tail) = self.left.split_at_checked(rest as usize).ok_or("the names end early")?;
         let kept = self.before.get(..shared as usize).ok_or("a name shares more than there is")?;
         if kept.len() + head.len() > MAX_NAME_BYTES {
             return Err(format!("a name is longer than {MAX_NAME_BYTES} bytes"));
         }
-        let name = [kept, head].concat();
+        self.before.truncate(shared as usize);
+        self.before.extend_from_slice(head);
         self.left = tail;
-        self.before.clone_from(&name);
-        Ok(name)
+        Ok(&self.before)
     }
 }

@@ -7,7 +7,7 @@ use strata_io::is_plain;
 use strata_proto::v1;
 use strata_proto::v1::section::Kind;
 
-use super::columns::{Fault, decode_entries, decode_items};
+use super::columns::{Fault, Shared, decode_entries, decode_items};
 use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
 use crate::item::{Entry, Item, Object};
 
@@ -37,18 +37,20 @@ pub fn decode(file: &Bytes) -> Result<Manifest, DecodeError> {
     let mut manifest = from_header(&header)?;
     let (mut entries, mut items): (Vec<(u64, Entry)>, Vec<Item>) = Default::default();
     let mut sections = header.sections.iter();
+    let mut shared = Shared::default();
     while let Some(section) = sections.next() {
         let bytes = section_bytes(section, &body)?;
         match Kind::try_from(section.kind) {
             Ok(Kind::Tensors) => entries.extend(decode_entries(&message::<v1::TensorGroup>(&bytes)?)?),
             Ok(Kind::Items) => {
                 let digests = follower(sections.next(), Kind::Digests, &body)?;
-                let inline = follower(sections.next(), Kind::Inline, &body)?;
+                // A copy: a slice would keep the whole file in memory.
+                let inline = Bytes::copy_from_slice(&follower(sections.next(), Kind::Inline, &body)?);
                 let group = message::<v1::ItemGroup>(&bytes)?;
                 if group.kind.len() > GROUP_ROWS {
                     return Err(format!("a section has {} rows, at most {GROUP_ROWS} may be", group.kind.len()).into());
                 }
-                items.extend(decode_items(&group, &digests, &inline, manifest.objects.len())?);
+                items.extend(decode_items(&group, &digests, &inline, manifest.objects.len(), &mut shared)?);
             }
             Ok(Kind::PlannerData) => manifest.planner_data = bytes.to_vec(),
             Ok(Kind::Digests | Kind::Inline | Kind::Unspecified) | Err(_) => {

@@ -5,25 +5,25 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::*;
-use crate::item::Kind;
+use crate::item::{Digests, Kind};
 
 const MIB: u64 = 1 << 20;
 
 fn item(object: u32, item_offset: u64, item_bytes: u64) -> Item {
     Item {
-        fqn: Vec::new(),
+        fqn: Arc::default(),
         offsets: None,
         index: None,
         kind: Kind::Bytes,
         dtype: Arc::from(""),
-        shape: Vec::new(),
-        strides: Vec::new(),
+        shape: Arc::default(),
+        strides: Arc::default(),
         object,
         item_offset,
         item_bytes,
         payload_skip: 0,
         payload_bytes: item_bytes,
-        digests: Vec::new(),
+        digests: Digests::None,
         inline: None,
         whole_crc32: None,
     }
