@@ -27,6 +27,7 @@ from torch_strata.checkpoint._arena import Lease, arena, forget_frames
 from torch_strata.checkpoint._assignment import Assignment
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._generation import claimed, generation_of, take_over
 from torch_strata.checkpoint._items import NativeItems
 from torch_strata.checkpoint._lazy_state import PlannedMetadata
 from torch_strata.checkpoint._metadata import DCP_VERSION, promises_of
@@ -66,10 +67,6 @@ if TYPE_CHECKING:
 __all__ = ["SaveStats", "StrataWriter"]
 
 _logger = logging.getLogger(__name__)
-
-# Generations this process has claimed. One claim a process and run root: a second one would fence off our own
-# writers that are still saving.
-_claimed: dict[tuple[int, str], int] = {}
 
 
 class StrataWriter(StorageWriter):
@@ -141,9 +138,8 @@ class StrataWriter(StorageWriter):
         self._met_before = StoreStats()
 
     def __getstate__(self) -> dict[str, Any]:
-        held = None if self._run_root is None else _claimed.get(self._claim_key(self._run_root))
         unopened = {"_base": None, "_opened": None, "transfer": None, "_staged": None, "_overlap": ()}
-        return {**self.__dict__, **unopened, "_held": held, "_home": os.getpid()}
+        return {**self.__dict__, **unopened, "_held": claimed(self._run_root), "_home": os.getpid()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         held, home = state.pop("_held"), state.pop("_home")
@@ -152,13 +148,7 @@ class StrataWriter(StorageWriter):
             raise ConfigError(f"{self._place}: what another process saves to memory:// nobody else can load")
         self._is_a_copy = home != os.getpid()
         self._begin_anew()  # the copy and the original may both save: their objects must not have the same names
-        if held is not None and self._run_root is not None:
-            # A process that saves for another one is of the same run.
-            _claimed.setdefault(self._claim_key(self._run_root), held)
-
-    @staticmethod
-    def _claim_key(run_root: str | os.PathLike[str]) -> tuple[int, str]:
-        return os.getpid(), os.fspath(run_root)
+        take_over(self._run_root, held)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -423,12 +413,7 @@ class StrataWriter(StorageWriter):
             raise ConfigError(f"run_root: expected a place above {place}, found {root}")
 
     def _generation(self) -> int:
-        if self._run_root is None:
-            return 0
-        key = self._claim_key(self._run_root)
-        if key not in _claimed:
-            _claimed[key] = _native.claim_generation(open_store(self._run_root, self._config), owner=uuid.uuid4().hex)
-        return _claimed[key]
+        return 0 if self._run_root is None else generation_of(self._run_root, self._config)
 
     def _ranks_that_save(self, heard_of: int) -> int:
         """Ranks whose parts make the checkpoint; without collectives each hears only of itself."""
