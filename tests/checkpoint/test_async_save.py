@@ -184,6 +184,16 @@ torch_strata.async_save({"w": torch.full((2_000_000,), 7.0)}, checkpoint_id=sys.
 """
 
 
+def test_no_thread_is_left_to_the_end_of_the_interpreter(tmp_path, caplog):
+    # A daemon that is in torch's code then is ended there, and C++ ends the whole process: exit status -6.
+    caplog.set_level(logging.INFO)
+    handle = async_save(state_of(0, 1.0), checkpoint_id=tmp_path / "c")
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("strata-")]
+    assert ours
+    assert not [thread.name for thread in ours if thread.daemon]
+    handle.result()
+
+
 def test_a_save_in_flight_when_the_interpreter_ends_is_completed(tmp_path):
     run_python(EXIT_AT_ONCE, str(tmp_path / "c"))
     assert verify(tmp_path / "c").problems == ()

@@ -247,8 +247,8 @@ class Beats:
         with self._lock:
             self._boards[board] = on_failure
             if self._thread is None:
-                # A daemon: a save in flight keeps the process, and with it this thread.
-                self._thread = threading.Thread(target=self._run, name="strata-beats", daemon=True)
+                # No daemon: what Python leaves behind in torch's code when it ends brings the process down with it.
+                self._thread = threading.Thread(target=self._run, name="strata-beats")
                 self._thread.start()
         self._changed.set()
 

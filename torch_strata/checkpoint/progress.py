@@ -81,7 +81,7 @@ def shown(doing: str, where: str, look: Look, store: Callable[[], StoreStats], *
         if drawn is not None:
             drawn.close(*look())
 
-    thread = threading.Thread(target=watch, name="strata-progress", daemon=True)
+    thread = threading.Thread(target=watch, name="strata-progress")
     thread.start()
     ending = "ended early"
     try:
