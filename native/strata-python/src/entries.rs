@@ -7,8 +7,8 @@ use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
-use strata_checkpoint::item::{Entry, Item, TensorEntry};
-use strata_checkpoint::manifest::Manifest;
+use strata_checkpoint::item::{Entry, TensorEntry};
+use strata_checkpoint::manifest::{Chunks, Ints, Manifest};
 use strata_checkpoint::{Promises, StockParts};
 
 /// dtype, requires_grad, pin_memory, memory_format, layout, whether strides are known.
@@ -17,8 +17,11 @@ type Template = (String, bool, bool, u32, String, bool);
 /// Names, templates and the columns template, num_dims, size, strides, first_chunk, first_dim, offsets.
 pub(crate) type RawPromises = (Vec<PyBackedBytes>, Vec<Template>, [PyBuffer<i64>; 7]);
 
-/// As [`RawPromises`], with the lengths of the chunks behind their offsets. Little-endian bytes of 64-bit integers.
-pub(crate) type PyEntries<'py> = (Vec<Bound<'py, PyBytes>>, Vec<Template>, [Bound<'py, PyBytes>; 8]);
+/// As [`RawPromises`], with the lengths of the chunks behind their offsets.
+pub(crate) type PyEntries<'py> = (Vec<Bound<'py, PyBytes>>, Vec<Template>, [Column<'py>; 8]);
+
+/// Type code as of Python's `array`, "i" for 32 and "q" for 64 bits, and the little-endian bytes.
+pub(crate) type Column<'py> = (&'static str, Bound<'py, PyBytes>);
 
 /// planner_data, storage_meta, first_memo, version, has_strides.
 pub(crate) type RawStockParts = (Vec<u8>, Vec<u8>, u32, String, bool);
@@ -78,53 +81,60 @@ fn bounds(values: &[i64], end: usize) -> Option<Vec<usize>> {
 }
 
 /// What `manifest` says of every name, with the chunks that it holds, each tensor's in the order of their hints.
-pub(crate) fn entries<'py>(py: Python<'py>, manifest: &Manifest) -> PyEntries<'py> {
+pub(crate) fn entries<'py>(py: Python<'py>, manifest: &Manifest) -> PyResult<PyEntries<'py>> {
+    let Chunks { first, begin, offsets, lengths } = py.detach(|| manifest.chunks());
     let mut table: Vec<Template> = Vec::new();
     let mut numbers: HashMap<Template, i64> = HashMap::new();
-    let mut columns: [Vec<u8>; 8] = Default::default();
     let mut names = Vec::with_capacity(manifest.entries.len());
-    let (mut num_chunks, mut num_dims) = (0, 0);
-    let dims: usize = manifest.items.iter().map(|item| item.shape.len()).sum();
-    columns[5].reserve_exact((manifest.items.len() + 1) * size_of::<i64>());
-    columns[6].reserve_exact(dims * size_of::<i64>());
-    columns[7].reserve_exact(dims * size_of::<i64>());
-    push(&mut columns[4], [0]);
-    push(&mut columns[5], [0]);
+    let [mut templates, mut num_dims, mut sizes, mut strides]: [Vec<i64>; 4] = Default::default();
     for entry in &manifest.entries {
         names.push(PyBytes::new(py, &entry.fqn));
-        let number = entry.tensor.as_ref().map_or(-1, |tensor| {
-            let TensorEntry { dtype, strides, requires_grad, pin_memory, memory_format, layout, .. } = tensor.clone();
-            let template = (dtype, requires_grad, pin_memory, memory_format, layout, strides.is_some());
-            *numbers.entry(template).or_insert_with_key(|template| {
-                table.push(template.clone());
-                table.len() as i64 - 1
-            })
-        });
-        let size = entry.tensor.as_ref().map_or(&[][..], |tensor| &tensor.size);
-        push(&mut columns[0], [number]);
-        push(&mut columns[1], [size.len() as i64]);
-        push(&mut columns[2], size.iter().map(|extent| *extent as i64));
-        match entry.tensor.as_ref().and_then(|tensor| tensor.strides.as_ref()) {
-            Some(strides) => push(&mut columns[3], strides.iter().copied()),
-            None => push(&mut columns[3], size.iter().map(|_| 0)),
+        let Some(tensor) = &entry.tensor else {
+            templates.push(-1);
+            num_dims.push(0);
+            continue;
+        };
+        let TensorEntry { dtype, requires_grad, pin_memory, memory_format, layout, .. } = tensor.clone();
+        let template = (dtype, requires_grad, pin_memory, memory_format, layout, tensor.strides.is_some());
+        templates.push(*numbers.entry(template).or_insert_with_key(|template| {
+            table.push(template.clone());
+            table.len() as i64 - 1
+        }));
+        num_dims.push(tensor.size.len() as i64);
+        sizes.extend(tensor.size.iter().map(|extent| *extent as i64));
+        match &tensor.strides {
+            Some(known) => strides.extend(known),
+            None => strides.resize(sizes.len(), 0),
         }
-        if entry.tensor.is_some() {
-            let mut chunks: Vec<&Item> = manifest.items[manifest.rows_of(&entry.fqn)].iter().collect();
-            chunks.sort_by_key(|item| item.index);
-            for item in chunks {
-                let Some(offsets) = &item.offsets else { continue };
-                num_chunks += 1;
-                num_dims += offsets.len() as i64;
-                push(&mut columns[5], [num_dims]);
-                push(&mut columns[6], offsets.iter().map(|offset| *offset as i64));
-                push(&mut columns[7], item.shape.iter().map(|extent| *extent as i64));
-            }
-        }
-        push(&mut columns[4], [num_chunks]);
     }
-    (names, table, columns.map(|column| PyBytes::new(py, &column)))
+    let first = first.into_iter().map(|chunk| chunk as i64).collect();
+    let columns = [
+        column(py, Ints::Wide(templates))?,
+        column(py, Ints::Wide(num_dims))?,
+        column(py, Ints::Wide(sizes))?,
+        column(py, Ints::Wide(strides))?,
+        column(py, Ints::Wide(first))?,
+        column(py, begin)?,
+        column(py, offsets)?,
+        column(py, lengths)?,
+    ];
+    Ok((names, table, columns))
 }
 
-fn push(column: &mut Vec<u8>, values: impl IntoIterator<Item = i64>) {
-    values.into_iter().for_each(|value| column.extend(value.to_le_bytes()));
+/// Written where Python keeps them: there may be tens of megabytes.
+fn column(py: Python<'_>, values: Ints) -> PyResult<Column<'_>> {
+    fn put<const N: usize>(out: &mut [u8], values: impl Iterator<Item = [u8; N]>) -> PyResult<()> {
+        out.chunks_exact_mut(N).zip(values).for_each(|(place, bytes)| place.copy_from_slice(&bytes));
+        Ok(())
+    }
+    match values {
+        Ints::Narrow(values) => {
+            let write = |out: &mut [u8]| put(out, values.iter().map(|value| value.to_le_bytes()));
+            Ok(("i", PyBytes::new_with(py, values.len() * size_of::<i32>(), write)?))
+        }
+        Ints::Wide(values) => {
+            let write = |out: &mut [u8]| put(out, values.iter().map(|value| value.to_le_bytes()));
+            Ok(("q", PyBytes::new_with(py, values.len() * size_of::<i64>(), write)?))
+        }
+    }
 }

@@ -27,13 +27,11 @@ impl Promises {
 
 /// One manifest of all records, if they hold each promised item once and nothing else.
 pub(super) fn merge(records: Records, promises: Promises) -> Result<Manifest> {
-    let Records { objects, items, payload_bytes } = records;
-    let mut manifest = Manifest { objects, items, payload_bytes, ..Manifest::default() };
-    manifest.items.sort_unstable_by(|a, b| (&a.fqn, &a.offsets).cmp(&(&b.fqn, &b.offsets)));
-    check_blocks(&manifest.items)?;
-    check_promises(&manifest.items, &promises)?;
-    manifest.entries = promises.entries;
-    Ok(manifest)
+    let Records { objects, mut items, payload_bytes } = records;
+    items.sort_unstable_by(|a, b| (&a.fqn, &a.offsets).cmp(&(&b.fqn, &b.offsets)));
+    check_blocks(&items)?;
+    check_promises(&items, &promises)?;
+    Ok(Manifest { objects, items: items.into(), payload_bytes, entries: promises.entries, ..Manifest::default() })
 }
 
 fn check_blocks(items: &[Item]) -> Result<()> {

@@ -18,7 +18,7 @@ pub fn encode(manifest: &Manifest) -> Vec<u8> {
         let ends = (&*rows[0].1.fqn, &*rows[rows.len() - 1].1.fqn);
         body.push(Kind::Tensors, &encode_entries(rows).encode_to_vec(), rows.len(), ends);
     }
-    for rows in manifest.items.chunks(GROUP_ROWS) {
+    for rows in manifest.items.all().chunks(GROUP_ROWS) {
         let ends = (&*rows[0].fqn, &*rows[rows.len() - 1].fqn);
         let (group, digests, inline) = encode_items(rows);
         body.push(Kind::Items, &group.encode_to_vec(), rows.len(), ends);
