@@ -109,7 +109,7 @@ def promises_of(metadata: Metadata) -> "EntryColumns":
     return (
         [encode_fqn(fqn) for fqn in shared.names],
         table,
-        [np.ascontiguousarray(column, dtype=np.int64) for column in numbers],
+        [np.ascontiguousarray(column) for column in numbers],
     )
 
 

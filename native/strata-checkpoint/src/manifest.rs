@@ -11,7 +11,7 @@ pub use chunks::{Chunks, Ints};
 pub use columns::encode_items;
 pub use decode::{DecodeError, decode};
 pub use encode::encode;
-pub(crate) use encode::stored_object;
+pub(crate) use encode::{encode_with, stored_object};
 pub use items::{Items, Key};
 pub(crate) use rows::Extent;
 pub use rows::{Shared, decode_items};

@@ -15,7 +15,10 @@ const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
 const BATCH: usize = 1000;
 
 /// A guess at the opcodes of one item: memory is asked for once.
-const ITEM_BYTES: usize = 96;
+const ITEM_BYTES: usize = 112;
+
+/// Sizes and offsets that are kept in the memo: shards of all tensors have some hundreds of them.
+const MAX_SIZES: usize = 1 << 16;
 
 /// What of a `.metadata` only its writer knows.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,6 +42,7 @@ pub fn stock_pickle(manifest: &Manifest, parts: &StockParts) -> Vec<u8> {
         out: Vec::with_capacity(rows * ITEM_BYTES + parts.planner_data.len()),
         next_memo: parts.first_memo,
         known: HashMap::new(),
+        sizes: HashMap::new(),
     };
     let paths: Vec<String> = (0..manifest.objects.len()).map(|i| manifest.path_of(i as u32)).collect();
     pickler.out.extend(b"\x80\x04");
@@ -125,6 +129,7 @@ struct Pickler {
     out: Vec<u8>,
     next_memo: u32,
     known: HashMap<String, u32>,
+    sizes: HashMap<Vec<i64>, u32>,
 }
 
 impl Pickler {
@@ -184,15 +189,15 @@ impl Pickler {
         self.get(words.properties);
         self.properties(words, tensor, has_strides);
         self.get(words.size);
-        self.size(words, tensor.size.iter().map(|extent| *extent as i64));
+        self.size(words, &signed(&tensor.size));
         self.get(words.chunks);
         self.out.extend(b"](");
         for (offsets, lengths) in chunks {
             self.begin(words.chunk_class);
             self.get(words.offsets);
-            self.size(words, offsets.into_iter());
+            self.size(words, &offsets);
             self.get(words.sizes);
-            self.size(words, lengths.into_iter());
+            self.size(words, &lengths);
             self.out.extend(b"ub");
         }
         self.out.extend(b"eub");
@@ -213,7 +218,7 @@ impl Pickler {
         match &tensor.strides {
             _ if !has_strides => {}
             None => self.out.push(b'N'),
-            Some(strides) => self.tuple(strides.iter().copied()),
+            Some(strides) => self.tuple(strides),
         }
         self.out.extend(b"tb");
     }
@@ -233,7 +238,7 @@ impl Pickler {
         }
         if let Some(offsets) = &item.offsets {
             self.get(words.offset);
-            self.size(words, offsets.iter().map(|first| *first as i64));
+            self.size(words, &signed(offsets));
         }
         self.out.extend(b"ub");
         self.begin(words.info_class);
@@ -253,18 +258,25 @@ impl Pickler {
     }
 
     /// A torch.Size.
-    fn size(&mut self, words: &Words, dims: impl ExactSizeIterator<Item = i64>) {
+    fn size(&mut self, words: &Words, dims: &[i64]) {
+        if let Some(memo) = self.sizes.get(dims) {
+            return self.get(*memo);
+        }
         self.get(words.torch_size);
         self.tuple(dims);
         self.out.extend(b"\x85R");
+        if self.sizes.len() < MAX_SIZES {
+            let memo = self.put();
+            self.sizes.insert(dims.to_vec(), memo);
+        }
     }
 
-    fn tuple(&mut self, values: impl ExactSizeIterator<Item = i64>) {
+    fn tuple(&mut self, values: &[i64]) {
         let short = [b')', b'\x85', b'\x86', b'\x87'].get(values.len()).copied();
         if short.is_none() {
             self.out.push(b'(');
         }
-        values.for_each(|value| self.int(value));
+        values.iter().for_each(|value| self.int(*value));
         self.out.push(short.unwrap_or(b't'));
     }
 
@@ -338,4 +350,8 @@ impl Pickler {
             }
         }
     }
+}
+
+fn signed(dims: &[u64]) -> Vec<i64> {
+    dims.iter().map(|extent| *extent as i64).collect()
 }

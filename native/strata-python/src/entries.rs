@@ -15,7 +15,27 @@ use strata_checkpoint::{Promises, StockParts};
 type Template = (String, bool, bool, u32, String, bool);
 
 /// Names, templates and the columns template, num_dims, size, strides, first_chunk, first_dim, offsets.
-pub(crate) type RawPromises = (Vec<PyBackedBytes>, Vec<Template>, [PyBuffer<i64>; 7]);
+pub(crate) type RawPromises = (Vec<PyBackedBytes>, Vec<Template>, [Numbers; 7]);
+
+/// Of 32 bits where they suffice.
+#[derive(FromPyObject)]
+pub(crate) enum Numbers {
+    Narrow(PyBuffer<i32>),
+    Wide(PyBuffer<i64>),
+}
+
+impl Numbers {
+    fn to_vec(&self, py: Python<'_>) -> PyResult<Vec<i64>> {
+        self.to(py, Ok)
+    }
+
+    fn to<T>(&self, py: Python<'_>, as_it_is_kept: impl Fn(i64) -> PyResult<T>) -> PyResult<Vec<T>> {
+        match self {
+            Self::Narrow(values) => values.to_vec(py)?.into_iter().map(|value| as_it_is_kept(value.into())).collect(),
+            Self::Wide(values) => values.to_vec(py)?.into_iter().map(as_it_is_kept).collect(),
+        }
+    }
+}
 
 /// As [`RawPromises`], with the lengths of the chunks behind their offsets.
 pub(crate) type PyEntries<'py> = (Vec<Bound<'py, PyBytes>>, Vec<Template>, [Column<'py>; 8]);
@@ -50,7 +70,7 @@ pub(crate) fn promises(py: Python<'_>, (names, table, columns): RawPromises) -> 
         let tensor = template.map(|(dtype, requires_grad, pin_memory, memory_format, layout, known)| {
             Ok::<_, PyErr>(TensorEntry {
                 dtype: dtype.clone(),
-                size: unsigned(size)?,
+                size: size.iter().copied().map(unsigned).collect::<PyResult<_>>()?,
                 strides: known.then(|| strides.to_vec()),
                 requires_grad: *requires_grad,
                 pin_memory: *pin_memory,
@@ -60,24 +80,25 @@ pub(crate) fn promises(py: Python<'_>, (names, table, columns): RawPromises) -> 
         });
         entries.push(Entry { fqn: name.to_vec(), tensor: tensor.transpose()? });
     }
-    let offsets = unsigned(&offsets.to_vec(py)?)?;
-    let first_dims = bounds(&first_dims.to_vec(py)?, offsets.len()).ok_or_else(unfit)?;
-    let first_chunks = bounds(&first_chunks.to_vec(py)?, first_dims.len() - 1).ok_or_else(unfit)?;
-    if first_chunks.len() != entries.len() + 1 {
+    let offsets = offsets.to(py, unsigned)?;
+    let place = |value| usize::try_from(value).map_err(|_| unfit());
+    let (first_dims, first_chunks) = (first_dims.to(py, place)?, first_chunks.to(py, place)?);
+    let fit = first_chunks.len() == entries.len() + 1
+        && is_divided(&first_dims, offsets.len())
+        && is_divided(&first_chunks, first_dims.len() - 1);
+    if !fit {
         return Err(unfit());
     }
     Ok(Promises { entries, first_chunks, first_dims, offsets })
 }
 
-fn unsigned(values: &[i64]) -> PyResult<Vec<u64>> {
-    let negative = |value| PyOverflowError::new_err(format!("{value} is below 0"));
-    values.iter().map(|value| u64::try_from(*value).map_err(|_| negative(value))).collect()
+fn unsigned(value: i64) -> PyResult<u64> {
+    u64::try_from(value).map_err(|_| PyOverflowError::new_err(format!("{value} is below 0")))
 }
 
-/// Ascending from 0 to `end`.
-fn bounds(values: &[i64], end: usize) -> Option<Vec<usize>> {
-    let found: Option<Vec<usize>> = values.iter().map(|value| usize::try_from(*value).ok()).collect();
-    found.filter(|found| found.first() == Some(&0) && found.is_sorted() && found.last() == Some(&end))
+/// Whether bounds ascend from 0 to `end`.
+fn is_divided(bounds: &[usize], end: usize) -> bool {
+    bounds.first() == Some(&0) && bounds.is_sorted() && bounds.last() == Some(&end)
 }
 
 /// What `manifest` says of every name, with the chunks that it holds, each tensor's in the order of their hints.
