@@ -201,7 +201,7 @@ class CommitStats:
 def commit(
     store: Store,
     base: Base,
-    records: Sequence[bytes],
+    records: list[bytes],
     entries: EntryColumns,
     *,
     planner_data: bytes,
@@ -217,8 +217,8 @@ def commit(
 
     A failure after the manifest is a warning, except over a foreign `.metadata` without a save_id.
 
-    `planner_data`: opaque to Rust (first byte says the encoding). `previous_save_id`: of the `.metadata` that is there
-    now, "" if none. `generation`: 0 without a run root.
+    `records`: emptied once they have been read. `planner_data`: opaque to Rust (first byte says the encoding).
+    `previous_save_id`: of the `.metadata` that is there now, "" if none. `generation`: 0 without a run root.
 
     Raises:
         CheckpointError: If an item that `entries` promises is in no record, or twice.

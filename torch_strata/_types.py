@@ -31,10 +31,11 @@ EntryColumns = tuple[
             bool,  # whether strides are known
         ]
     ],  # templates: what many tensors have in common
-    # 64-bit integers, as buffers of them to Rust, as little-endian bytes from there: the template of each name, -1 for
-    # a pickled value; its dims; sizes and strides, dims of all names one after the other; where each name's chunks
-    # begin, and the end of the last; where each chunk's dims begin, likewise; first element of each chunk, dims of all
-    # chunks one after the other; and from Rust their lengths, likewise.
+    # Integers of 64 bits, or of 32 where they suffice. To Rust as buffers of them, from there as type code, "q" or "i",
+    # and little-endian bytes: the template of each name, -1 for a pickled value; its dims; sizes and strides, dims of
+    # all names one after the other; where each name's chunks begin, and the end of the last; where each chunk's dims
+    # begin, likewise; first element of each chunk, dims of all chunks one after the other; and from Rust their lengths,
+    # likewise.
     list[Any],
 ]
 """What state_dict_metadata says of every name."""

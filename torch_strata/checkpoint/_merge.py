@@ -30,6 +30,9 @@ _PIECES_A_RANK = 4
 
 _NAMED_FAULTS = 5
 
+# The sum of two numbers below it has 31 bits.
+_NARROW = 1 << 30
+
 
 @dataclass(frozen=True, eq=False)
 class Selection:
@@ -85,7 +88,10 @@ class Merged:
 
 @dataclass(frozen=True, eq=False)
 class Offers:
-    """All ranks' items in one table; a row is one rank's offer of one chunk."""
+    """All ranks' items in one table; a row is one rank's offer of one chunk.
+
+    Numbers have 32 bits where they suffice.
+    """
 
     rank: Ints
     row: Ints  # in the rank's own plan
@@ -132,9 +138,10 @@ def merge_columns(
     sizes = _agreed_sizes(plans, offers, list(ids), samples)
     holders = _distinct(offers, list(ids))
     chosen = holders.row[holders.begin]
+    chosen = chosen[offers.kind[chosen] != BYTES]
     boxes = Boxes(offers.name[chosen], offers.offsets[chosen], offers.lengths[chosen], offers.rank[chosen])
-    is_tensor = offers.kind[chosen] != BYTES
-    faults = plan_faults(boxes.only(is_tensor), sizes, list(ids), whole=len(plans) > 1)
+    faults = plan_faults(boxes, sizes, list(ids), whole=len(plans) > 1)
+    del chosen, boxes
     if faults:
         more = f"; and {len(faults) - _NAMED_FAULTS} more" if len(faults) > _NAMED_FAULTS else ""
         raise LayoutMismatchError(f"the ranks' plans do not fit together: {'; '.join(faults[:_NAMED_FAULTS])}{more}")
@@ -168,20 +175,24 @@ def _offers(plans: Sequence[Columns], names: Sequence[Ints]) -> Offers:
     counts = [len(plan) for plan in plans]
     divisible = [np.array([t.is_divisible for t in plan.shared.table] + [False]) for plan in plans]
 
-    def joined(parts: Sequence[Ints]) -> Ints:
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    extents = [column for plan in plans for column in (plan.offsets, plan.lengths) if len(column)]
+    is_narrow = all(column.min() >= 0 and column.max() < _NARROW for column in extents)
+    width: Any = np.int32 if is_narrow else np.int64
+
+    def joined(parts: Sequence[Ints], kind: Any = np.int32) -> Ints:
+        return np.concatenate(parts, dtype=kind, casting="same_kind") if parts else np.zeros(0, dtype=kind)
 
     def matrix(parts: Sequence[tuple[Ints, Ints]], fill: int) -> Ints:
-        rows = [padded(flat, ndims, fill=fill, num_dims=num_dims) for flat, ndims in parts]
-        return np.concatenate(rows) if rows else np.zeros((0, 0), dtype=np.int64)
+        rows = [padded(flat, ndims, fill=fill, num_dims=num_dims).astype(width) for flat, ndims in parts]
+        return np.concatenate(rows) if rows else np.zeros((0, 0), dtype=width)
 
     return Offers(
-        rank=np.repeat(np.arange(len(plans), dtype=np.int64), counts),
-        row=joined([np.arange(count, dtype=np.int64) for count in counts]),
+        rank=np.repeat(np.arange(len(plans), dtype=np.int32), counts),
+        row=joined([np.arange(count, dtype=np.int32) for count in counts]),
         name=joined(names),
         kind=joined([plan.shared.kinds for plan in plans]),
         ndim=joined([plan.shared.ndims for plan in plans]),
-        nbytes=joined([plan.nbytes for plan in plans]),
+        nbytes=joined([plan.nbytes for plan in plans], np.int64),
         divisible=np.concatenate([d[p.shared.templates] for d, p in zip(divisible, plans, strict=True)]),
         offsets=matrix([(plan.offsets, plan.shared.ndims) for plan in plans], 0),
         lengths=matrix([(plan.lengths, plan.shared.ndims) for plan in plans], 1),

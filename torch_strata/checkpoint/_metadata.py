@@ -106,7 +106,11 @@ def promises_of(metadata: Metadata) -> "EntryColumns":
         chunks.begin,
         chunks.offsets,
     ]
-    return [encode_fqn(fqn) for fqn in shared.names], table, [np.ascontiguousarray(column) for column in numbers]
+    return (
+        [encode_fqn(fqn) for fqn in shared.names],
+        table,
+        [np.ascontiguousarray(column) for column in numbers],
+    )
 
 
 def _chunks_of(state: Mapping[str, Any]) -> Chunks:
@@ -146,7 +150,9 @@ def _stored_chunks(columns: "EntryColumns", where: str) -> Chunks:
         CorruptionError: If this torch does not know a dtype or a layout.
     """
     names, table, numbers = columns
-    templates, ndims, sizes, strides, first, begin, offsets, lengths = (np.frombuffer(n, dtype="<i8") for n in numbers)
+    templates, ndims, sizes, strides, first, begin, offsets, lengths = (
+        np.frombuffer(column, dtype=code) for code, column in numbers
+    )
     known = tuple(
         Template(dtype_of(dtype), _layout_of(layout), grad, encoding if encoding in _MEMORY_FORMAT_OF else 0, pin, has)
         for dtype, grad, pin, encoding, layout, has in table

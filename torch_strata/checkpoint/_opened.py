@@ -142,7 +142,7 @@ def _ours(native: _native.Checkpoint, where: str) -> Opened:
 def _entries(columns: "EntryColumns") -> "Iterator[TensorEntry]":
     names, table, numbers = columns
     templates, num_dims, sizes, strides, first_chunks, first_dims, offsets, lengths = (
-        memoryview(column).cast("q").tolist() for column in numbers
+        memoryview(column).cast(code).tolist() for code, column in numbers
     )
     at = 0
     for row, name in enumerate(names):

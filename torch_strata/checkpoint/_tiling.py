@@ -21,7 +21,7 @@ _MAX_CUT_DIMS = 12
 _MOST = 1 << 62
 
 # Chunks looked at in one go: their columns take some megabytes.
-_BATCH = 1 << 16
+_BATCH = 1 << 14
 
 
 def untiled(chunks: Chunks) -> Ints:

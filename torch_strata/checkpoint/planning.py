@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from torch_strata.checkpoint._assignment import Claim
 from torch_strata.checkpoint._columns import SHARD, TENSOR, Builder, Columns, forget_unpacked, unpack
-from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._gc import gc_paused, give_back_memory
 from torch_strata.checkpoint._lazy_state import Chunks, LazyState, PlannedMetadata
 from torch_strata.checkpoint._merge import Merged, Selection, merge_columns
 from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_dense
@@ -68,6 +68,11 @@ class PackedItems(Sequence[WriteItem]):
     def digest(self) -> bytes:
         """16 bytes that differ where any item does."""
         return self.columns.digest if self._packed is None else self._packed[2]
+
+    def forget(self) -> None:
+        """Let go of the columns, where what they were unpacked from is there."""
+        if self._packed is not None:
+            self._columns = None
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -236,6 +241,8 @@ def merge(plans: Sequence[SavePlan], *, to_lowest_rank: bool = False) -> tuple[l
         SavePlan(ChosenItems(item, selection, key))  # type: ignore[arg-type]
         for item, selection in zip(items, merged.selections, strict=True)
     ]
+    for item in items:
+        item.forget()
     forget_unpacked()
     _unpacked_paths.cache_clear()
     return final, metadata
@@ -244,6 +251,7 @@ def merge(plans: Sequence[SavePlan], *, to_lowest_rank: bool = False) -> tuple[l
 def _merge(items: Sequence[PackedItems], **options: Any) -> tuple[Merged, Chunks]:
     columns = [item.columns for item in items]
     found = merge_columns(columns, **options)
+    give_back_memory()
     return found, _chunks(found, columns)
 
 

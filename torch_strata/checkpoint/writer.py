@@ -251,6 +251,8 @@ class StrataWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what the ranks wrote: the last step, after which the checkpoint is the new one.
 
+        Empties the lists in `results`: of many ranks they are tens of megabytes, which the commit needs itself.
+
         Raises:
             ObjectNotFoundError: If an object of another rank is not visible from here.
             CorruptionError: If an object has another size than its rank wrote.
@@ -289,6 +291,8 @@ class StrataWriter(StorageWriter):
         except Exception:
             self._discard(_objects_of(records))
             raise
+        for rank_results in results:
+            rank_results.clear()
         try:
             done = commit()  # which removes the objects itself, unless they may be committed
         except (OverflowError, TypeError) as error:  # an argument that Rust cannot hold: nothing was begun

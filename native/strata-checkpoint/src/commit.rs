@@ -12,7 +12,7 @@ pub use self::merge::Promises;
 use self::merge::merge;
 use crate::base::{Base, newest_generation};
 use crate::collect::{Before, FOLDERS, collect};
-use crate::manifest::{Manifest, ManifestName, decode, encode};
+use crate::manifest::{DecodeError, Manifest, ManifestName, decode, encode_with};
 use crate::open::{metadata_name, or_empty};
 use crate::record::Records;
 use crate::stock_pickle::{StockParts, stock_pickle};
@@ -123,7 +123,7 @@ async fn publish(
     base: &Base,
     commit: &mut Commit<'_>,
 ) -> Result<(CommitStats, Before, Manifest), Failure> {
-    let mut manifest = merge(std::mem::take(&mut commit.records), std::mem::take(&mut commit.promises))?;
+    let (mut manifest, items) = merge(std::mem::take(&mut commit.records), std::mem::take(&mut commit.promises))?;
     manifest.save_id.clone_from(&commit.save_id);
     manifest.previous_save_id.clone_from(&commit.previous_save_id);
     manifest.planner_data.clone_from(&commit.planner_data);
@@ -132,6 +132,10 @@ async fn publish(
     manifest.world_size = commit.world_size;
     manifest.rank = commit.rank;
     manifest.generation = commit.generation;
+    let file = Bytes::from(encode_with(&manifest, items.iter()));
+    drop(items);
+    // What is put down is what was read back; its items are looked up in the file from here on.
+    let manifest = decode(&file).map_err(|fault| unreadable(store.url(), fault))?;
 
     let before = look_around(store).await?;
     // The root was listed before the manifests: objects that are missing because a newer save has collected them come
@@ -152,7 +156,7 @@ async fn publish(
             return Err(Error::StaleGeneration { url, found, held: commit.generation }.into());
         }
     }
-    put_manifest(store, &name, &manifest).await?;
+    put_manifest(store, &name, &manifest, file).await?;
 
     let mut warnings = Vec::new();
     if !fenced {
@@ -208,8 +212,8 @@ fn check_objects(url: &str, manifest: &Manifest, listed: &[ObjectInfo]) -> Resul
     Ok(())
 }
 
-async fn put_manifest(store: &dyn Store, name: &str, manifest: &Manifest) -> Result<(), Failure> {
-    let error = match store.put(name, Bytes::from(encode(manifest)), PutMode::Create).await {
+async fn put_manifest(store: &dyn Store, name: &str, manifest: &Manifest, file: Bytes) -> Result<(), Failure> {
+    let error = match store.put(name, file, PutMode::Create).await {
         Ok(()) => return Ok(()),
         Err(error) => error,
     };
@@ -219,6 +223,15 @@ async fn put_manifest(store: &dyn Store, name: &str, manifest: &Manifest) -> Res
         Ok(_) if matches!(error, IoError::AlreadyExists { .. }) => Err(superseded(store, manifest).into()),
         Err(IoError::NotFound { .. }) => Err(error.into()),
         _ => Err(Failure::Unknown(error.into())),
+    }
+}
+
+/// A state that has a name or a shape beyond what readers accept: it is not committed.
+fn unreadable(url: &str, fault: DecodeError) -> Error {
+    match fault {
+        DecodeError::Damaged(detail) | DecodeError::Unsupported(detail) => {
+            Error::Plan(format!("{url}: a manifest of it could not be read: {detail}"))
+        }
     }
 }
 

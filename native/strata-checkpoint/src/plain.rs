@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::item::{Digests, Item, Kind, Object};
-use crate::manifest::{Manifest, check_extent};
+use crate::manifest::{Extent, Manifest};
 use crate::open::{Checkpoint, Source};
 use crate::{Error, Result};
 
@@ -56,7 +56,7 @@ impl Checkpoint {
                 fqn: Arc::from(tensor.fqn),
             };
             let object = &mut objects[number as usize];
-            check_extent(&item).map_err(|detail| Error::Manifest {
+            Extent::from(&item).check().map_err(|detail| Error::Manifest {
                 object: format!("{url}/{}", object.name),
                 detail: format!("{:?}: {detail}", item.name()),
             })?;
@@ -64,12 +64,12 @@ impl Checkpoint {
             items.push(item);
         }
         items.sort_by(|a, b| a.fqn.cmp(&b.fqn));
-        let manifest = Manifest { objects, items, ..Manifest::default() };
+        let manifest = Manifest { objects, items: items.into(), ..Manifest::default() };
         Ok(Self { source: Source::Plain, manifest, beside: None, warnings: Vec::new() })
     }
 }
 
-/// Row-major strides; saturating, because [`check_extent`] refuses what overflows.
+/// Row-major strides; saturating, because [`Extent::check`] refuses what overflows.
 fn contiguous(shape: &[u64]) -> Vec<u64> {
     let mut strides = vec![1u64; shape.len()];
     for d in (1..shape.len()).rev() {

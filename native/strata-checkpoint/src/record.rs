@@ -6,6 +6,7 @@ use strata_proto::v1;
 
 use crate::item::{Item, Object};
 use crate::manifest::{Shared, decode_items, encode_items};
+use crate::packed::PackedItems;
 use crate::{Error, Result};
 
 /// One rank's part of a save.
@@ -51,7 +52,7 @@ pub struct Records {
     /// All objects; items point into this list.
     pub objects: Vec<Object>,
     /// All items.
-    pub items: Vec<Item>,
+    pub items: PackedItems,
     /// Sum of the payloads, aliases of one rank counted once.
     pub payload_bytes: u64,
 }
@@ -61,8 +62,9 @@ impl Records {
     ///
     /// # Errors
     /// [`Error::Manifest`] if one is no record.
-    pub fn decode<'a>(records: impl IntoIterator<Item = &'a [u8]>) -> Result<Self> {
-        let mut all = Self::default();
+    pub fn decode(records: &[&[u8]]) -> Result<Self> {
+        let items = PackedItems::with_room(records.iter().map(|record| record.len()).sum());
+        let mut all = Self { items, ..Self::default() };
         let mut shared = Shared::default();
         for bytes in records {
             let raw = parsed(bytes)?;
@@ -70,7 +72,7 @@ impl Records {
             let inline = Bytes::from(raw.inline);
             let items = decode_items(&group, &raw.digests, &inline, raw.objects.len(), &mut shared).map_err(fault)?;
             let first = all.objects.len() as u32;
-            all.items.extend(items.into_iter().map(|item| Item { object: item.object + first, ..item }));
+            items.into_iter().for_each(|item| all.items.push(Item { object: item.object + first, ..item }));
             all.objects.extend(raw.objects.into_iter().map(object));
             all.payload_bytes += raw.payload_bytes;
         }

@@ -67,7 +67,7 @@ impl Checkpoint {
             self.keep(beside.manifest, format!("{url}/.metadata carries another save_id than the save that it lists"));
             return Ok(());
         }
-        self.manifest = Manifest { objects, items, ..Manifest::default() };
+        self.manifest = Manifest { objects, items: items.into(), ..Manifest::default() };
         self.warnings.extend(self.lost_manifest(url));
         Ok(())
     }

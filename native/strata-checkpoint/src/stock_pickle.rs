@@ -4,7 +4,6 @@
 //! What it unpickles to is what stock torch's own pickle does; `tests/checkpoint/test_stock_pickle.py` compares them.
 
 use std::collections::HashMap;
-use std::ops::Range;
 
 use crate::item::{Entry, Item, TensorEntry};
 use crate::manifest::Manifest;
@@ -16,7 +15,10 @@ const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
 const BATCH: usize = 1000;
 
 /// A guess at the opcodes of one item: memory is asked for once.
-const ITEM_BYTES: usize = 96;
+const ITEM_BYTES: usize = 112;
+
+/// Sizes and offsets that are kept in the memo: shards of all tensors have some hundreds of them.
+const MAX_SIZES: usize = 1 << 16;
 
 /// What of a `.metadata` only its writer knows.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,6 +42,7 @@ pub fn stock_pickle(manifest: &Manifest, parts: &StockParts) -> Vec<u8> {
         out: Vec::with_capacity(rows * ITEM_BYTES + parts.planner_data.len()),
         next_memo: parts.first_memo,
         known: HashMap::new(),
+        sizes: HashMap::new(),
     };
     let paths: Vec<String> = (0..manifest.objects.len()).map(|i| manifest.path_of(i as u32)).collect();
     pickler.out.extend(b"\x80\x04");
@@ -52,23 +55,33 @@ pub fn stock_pickle(manifest: &Manifest, parts: &StockParts) -> Vec<u8> {
     let mut names: HashMap<&[u8], u32> = HashMap::with_capacity(manifest.entries.len());
     pickler.get(words.state_dict_metadata);
     pickler.out.push(b'}');
-    for entries in manifest.entries.chunks(BATCH) {
+    let chunks = manifest.chunks();
+    let numbers: Vec<usize> = (0..manifest.entries.len()).collect();
+    for numbers in numbers.chunks(BATCH) {
         pickler.out.push(b'(');
-        for entry in entries {
-            pickler.name(&entry.fqn, &mut names);
-            pickler.entry(&words, entry, &manifest.items[manifest.rows_of(&entry.fqn)], parts.has_strides);
+        for number in numbers {
+            let entry = &manifest.entries[*number];
+            pickler.string(&entry.fqn);
+            names.insert(&entry.fqn, pickler.put());
+            pickler.entry(&words, entry, chunks.of(*number), parts.has_strides);
         }
         pickler.out.push(b'u');
     }
+    drop(chunks);
     pickler.get(words.storage_data);
     pickler.out.push(b'}');
-    for items in manifest.items.chunks(BATCH) {
-        pickler.out.push(b'(');
-        for item in items {
-            pickler.item(&words, item, &mut names);
+    let num_items = manifest.items.len();
+    let mut row = 0;
+    manifest.items.each(|item| {
+        if row % BATCH == 0 {
+            pickler.out.push(b'(');
         }
-        pickler.out.push(b'u');
-    }
+        pickler.item(&words, item, &names);
+        row += 1;
+        if row % BATCH == 0 || row == num_items {
+            pickler.out.push(b'u');
+        }
+    });
 
     // At the end, where a reader looks for the save_id.
     pickler.get(words.version_key);
@@ -77,15 +90,6 @@ pub fn stock_pickle(manifest: &Manifest, parts: &StockParts) -> Vec<u8> {
     pickler.out.extend(&parts.storage_meta);
     pickler.out.extend(b"ub.");
     pickler.out
-}
-
-impl Manifest {
-    /// Rows of the items with this name.
-    pub fn rows_of(&self, fqn: &[u8]) -> Range<usize> {
-        let start = self.items.partition_point(|item| *item.fqn < *fqn);
-        let count = self.items[start..].iter().take_while(|item| *item.fqn == *fqn).count();
-        start..start + count
-    }
 }
 
 /// Places in the memo of what occurs often.
@@ -125,6 +129,7 @@ struct Pickler {
     out: Vec<u8>,
     next_memo: u32,
     known: HashMap<String, u32>,
+    sizes: HashMap<Vec<i64>, u32>,
 }
 
 impl Pickler {
@@ -167,8 +172,14 @@ impl Pickler {
         }
     }
 
-    /// What state_dict_metadata says of one name, whose items are `items`.
-    fn entry(&mut self, words: &Words, entry: &Entry, items: &[Item], has_strides: bool) {
+    /// What state_dict_metadata says of one name, with the offsets and lengths of its chunks.
+    fn entry(
+        &mut self,
+        words: &Words,
+        entry: &Entry,
+        chunks: impl Iterator<Item = (Vec<i64>, Vec<i64>)>,
+        has_strides: bool,
+    ) {
         let Some(tensor) = &entry.tensor else {
             self.get(words.bytes_class);
             self.out.extend(b")\x81");
@@ -178,17 +189,15 @@ impl Pickler {
         self.get(words.properties);
         self.properties(words, tensor, has_strides);
         self.get(words.size);
-        self.size(words, &tensor.size);
+        self.size(words, &signed(&tensor.size));
         self.get(words.chunks);
         self.out.extend(b"](");
-        let mut chunks: Vec<&Item> = items.iter().filter(|item| item.offsets.is_some()).collect();
-        chunks.sort_by_key(|item| item.index);
-        for item in chunks {
+        for (offsets, lengths) in chunks {
             self.begin(words.chunk_class);
             self.get(words.offsets);
-            self.size(words, item.offsets.as_deref().unwrap_or_default());
+            self.size(words, &offsets);
             self.get(words.sizes);
-            self.size(words, &item.shape);
+            self.size(words, &lengths);
             self.out.extend(b"ub");
         }
         self.out.extend(b"eub");
@@ -209,16 +218,19 @@ impl Pickler {
         match &tensor.strides {
             _ if !has_strides => {}
             None => self.out.push(b'N'),
-            Some(strides) => self.tuple(strides.iter().copied()),
+            Some(strides) => self.tuple(strides),
         }
         self.out.extend(b"tb");
     }
 
     /// A MetadataIndex and where it is stored.
-    fn item<'a>(&mut self, words: &Words, item: &'a Item, names: &mut HashMap<&'a [u8], u32>) {
+    fn item(&mut self, words: &Words, item: &Item, names: &HashMap<&[u8], u32>) {
         self.begin(words.index_class);
         self.get(words.fqn);
-        self.name(&item.fqn, names);
+        match names.get(&*item.fqn) {
+            Some(memo) => self.get(*memo),
+            None => self.string(&item.fqn),
+        }
         self.get(words.index);
         match item.index {
             None => self.out.push(b'N'),
@@ -226,7 +238,7 @@ impl Pickler {
         }
         if let Some(offsets) = &item.offsets {
             self.get(words.offset);
-            self.size(words, offsets);
+            self.size(words, &signed(offsets));
         }
         self.out.extend(b"ub");
         self.begin(words.info_class);
@@ -245,29 +257,26 @@ impl Pickler {
         self.out.extend(b")\x81}(");
     }
 
-    fn name<'a>(&mut self, fqn: &'a [u8], names: &mut HashMap<&'a [u8], u32>) {
-        match names.get(fqn) {
-            Some(memo) => self.get(*memo),
-            None => {
-                self.string(fqn);
-                names.insert(fqn, self.put());
-            }
+    /// A torch.Size.
+    fn size(&mut self, words: &Words, dims: &[i64]) {
+        if let Some(memo) = self.sizes.get(dims) {
+            return self.get(*memo);
+        }
+        self.get(words.torch_size);
+        self.tuple(dims);
+        self.out.extend(b"\x85R");
+        if self.sizes.len() < MAX_SIZES {
+            let memo = self.put();
+            self.sizes.insert(dims.to_vec(), memo);
         }
     }
 
-    /// A torch.Size.
-    fn size(&mut self, words: &Words, dims: &[u64]) {
-        self.get(words.torch_size);
-        self.tuple(dims.iter().map(|extent| *extent as i64));
-        self.out.extend(b"\x85R");
-    }
-
-    fn tuple(&mut self, values: impl ExactSizeIterator<Item = i64>) {
+    fn tuple(&mut self, values: &[i64]) {
         let short = [b')', b'\x85', b'\x86', b'\x87'].get(values.len()).copied();
         if short.is_none() {
             self.out.push(b'(');
         }
-        values.for_each(|value| self.int(value));
+        values.iter().for_each(|value| self.int(*value));
         self.out.push(short.unwrap_or(b't'));
     }
 
@@ -341,4 +350,8 @@ impl Pickler {
             }
         }
     }
+}
+
+fn signed(dims: &[u64]) -> Vec<i64> {
+    dims.iter().map(|extent| *extent as i64).collect()
 }

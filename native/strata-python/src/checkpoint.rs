@@ -83,7 +83,10 @@ impl Checkpoint {
 
     pub fn item(checkpoint: &core::Checkpoint, row: usize) -> PyResult<&Item> {
         let items = &checkpoint.manifest.items;
-        items.get(row).ok_or_else(|| PyValueError::new_err(format!("no row {row} of {}", items.len())))
+        if row >= items.len() {
+            return Err(PyValueError::new_err(format!("no row {row} of {}", items.len())));
+        }
+        Ok(&items[row])
     }
 }
 
@@ -156,7 +159,7 @@ impl Checkpoint {
         PyBytes::new(py, &self.now().manifest.planner_data)
     }
 
-    fn entries<'py>(&self, py: Python<'py>) -> PyEntries<'py> {
+    fn entries<'py>(&self, py: Python<'py>) -> PyResult<PyEntries<'py>> {
         entries(py, &self.now().manifest)
     }
 
@@ -167,8 +170,11 @@ impl Checkpoint {
     fn items<'py>(&self, py: Python<'py>) -> Vec<RawStockEntry<Bound<'py, PyBytes>>> {
         let checkpoint = self.now();
         let manifest = &checkpoint.manifest;
-        let entry = |item: &Item| stock_to_py(py, StockEntry::of(item.clone(), manifest.path_of(item.object)));
-        manifest.items.iter().map(entry).collect()
+        let mut entries = Vec::with_capacity(manifest.items.len());
+        manifest.items.each(|item| {
+            entries.push(stock_to_py(py, StockEntry::of(item.clone(), manifest.path_of(item.object))));
+        });
+        entries
     }
 
     fn objects(&self) -> Vec<(String, u64)> {

@@ -7,18 +7,41 @@ use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
-use strata_checkpoint::item::{Entry, Item, TensorEntry};
-use strata_checkpoint::manifest::Manifest;
+use strata_checkpoint::item::{Entry, TensorEntry};
+use strata_checkpoint::manifest::{Chunks, Ints, Manifest};
 use strata_checkpoint::{Promises, StockParts};
 
 /// dtype, requires_grad, pin_memory, memory_format, layout, whether strides are known.
 type Template = (String, bool, bool, u32, String, bool);
 
 /// Names, templates and the columns template, num_dims, size, strides, first_chunk, first_dim, offsets.
-pub(crate) type RawPromises = (Vec<PyBackedBytes>, Vec<Template>, [PyBuffer<i64>; 7]);
+pub(crate) type RawPromises = (Vec<PyBackedBytes>, Vec<Template>, [Numbers; 7]);
 
-/// As [`RawPromises`], with the lengths of the chunks behind their offsets. Little-endian bytes of 64-bit integers.
-pub(crate) type PyEntries<'py> = (Vec<Bound<'py, PyBytes>>, Vec<Template>, [Bound<'py, PyBytes>; 8]);
+/// Of 32 bits where they suffice.
+#[derive(FromPyObject)]
+pub(crate) enum Numbers {
+    Narrow(PyBuffer<i32>),
+    Wide(PyBuffer<i64>),
+}
+
+impl Numbers {
+    fn to_vec(&self, py: Python<'_>) -> PyResult<Vec<i64>> {
+        self.to(py, Ok)
+    }
+
+    fn to<T>(&self, py: Python<'_>, as_it_is_kept: impl Fn(i64) -> PyResult<T>) -> PyResult<Vec<T>> {
+        match self {
+            Self::Narrow(values) => values.to_vec(py)?.into_iter().map(|value| as_it_is_kept(value.into())).collect(),
+            Self::Wide(values) => values.to_vec(py)?.into_iter().map(as_it_is_kept).collect(),
+        }
+    }
+}
+
+/// As [`RawPromises`], with the lengths of the chunks behind their offsets.
+pub(crate) type PyEntries<'py> = (Vec<Bound<'py, PyBytes>>, Vec<Template>, [Column<'py>; 8]);
+
+/// Type code as of Python's `array`, "i" for 32 and "q" for 64 bits, and the little-endian bytes.
+pub(crate) type Column<'py> = (&'static str, Bound<'py, PyBytes>);
 
 /// planner_data, storage_meta, first_memo, version, has_strides.
 pub(crate) type RawStockParts = (Vec<u8>, Vec<u8>, u32, String, bool);
@@ -47,7 +70,7 @@ pub(crate) fn promises(py: Python<'_>, (names, table, columns): RawPromises) -> 
         let tensor = template.map(|(dtype, requires_grad, pin_memory, memory_format, layout, known)| {
             Ok::<_, PyErr>(TensorEntry {
                 dtype: dtype.clone(),
-                size: unsigned(size)?,
+                size: size.iter().copied().map(unsigned).collect::<PyResult<_>>()?,
                 strides: known.then(|| strides.to_vec()),
                 requires_grad: *requires_grad,
                 pin_memory: *pin_memory,
@@ -57,74 +80,82 @@ pub(crate) fn promises(py: Python<'_>, (names, table, columns): RawPromises) -> 
         });
         entries.push(Entry { fqn: name.to_vec(), tensor: tensor.transpose()? });
     }
-    let offsets = unsigned(&offsets.to_vec(py)?)?;
-    let first_dims = bounds(&first_dims.to_vec(py)?, offsets.len()).ok_or_else(unfit)?;
-    let first_chunks = bounds(&first_chunks.to_vec(py)?, first_dims.len() - 1).ok_or_else(unfit)?;
-    if first_chunks.len() != entries.len() + 1 {
+    let offsets = offsets.to(py, unsigned)?;
+    let place = |value| usize::try_from(value).map_err(|_| unfit());
+    let (first_dims, first_chunks) = (first_dims.to(py, place)?, first_chunks.to(py, place)?);
+    let fit = first_chunks.len() == entries.len() + 1
+        && is_divided(&first_dims, offsets.len())
+        && is_divided(&first_chunks, first_dims.len() - 1);
+    if !fit {
         return Err(unfit());
     }
     Ok(Promises { entries, first_chunks, first_dims, offsets })
 }
 
-fn unsigned(values: &[i64]) -> PyResult<Vec<u64>> {
-    let negative = |value| PyOverflowError::new_err(format!("{value} is below 0"));
-    values.iter().map(|value| u64::try_from(*value).map_err(|_| negative(value))).collect()
+fn unsigned(value: i64) -> PyResult<u64> {
+    u64::try_from(value).map_err(|_| PyOverflowError::new_err(format!("{value} is below 0")))
 }
 
-/// Ascending from 0 to `end`.
-fn bounds(values: &[i64], end: usize) -> Option<Vec<usize>> {
-    let found: Option<Vec<usize>> = values.iter().map(|value| usize::try_from(*value).ok()).collect();
-    found.filter(|found| found.first() == Some(&0) && found.is_sorted() && found.last() == Some(&end))
+/// Whether bounds ascend from 0 to `end`.
+fn is_divided(bounds: &[usize], end: usize) -> bool {
+    bounds.first() == Some(&0) && bounds.is_sorted() && bounds.last() == Some(&end)
 }
 
 /// What `manifest` says of every name, with the chunks that it holds, each tensor's in the order of their hints.
-pub(crate) fn entries<'py>(py: Python<'py>, manifest: &Manifest) -> PyEntries<'py> {
+pub(crate) fn entries<'py>(py: Python<'py>, manifest: &Manifest) -> PyResult<PyEntries<'py>> {
+    let Chunks { first, begin, offsets, lengths } = py.detach(|| manifest.chunks());
     let mut table: Vec<Template> = Vec::new();
     let mut numbers: HashMap<Template, i64> = HashMap::new();
-    let mut columns: [Vec<u8>; 8] = Default::default();
     let mut names = Vec::with_capacity(manifest.entries.len());
-    let (mut num_chunks, mut num_dims) = (0, 0);
-    let dims: usize = manifest.items.iter().map(|item| item.shape.len()).sum();
-    columns[5].reserve_exact((manifest.items.len() + 1) * size_of::<i64>());
-    columns[6].reserve_exact(dims * size_of::<i64>());
-    columns[7].reserve_exact(dims * size_of::<i64>());
-    push(&mut columns[4], [0]);
-    push(&mut columns[5], [0]);
+    let [mut templates, mut num_dims, mut sizes, mut strides]: [Vec<i64>; 4] = Default::default();
     for entry in &manifest.entries {
         names.push(PyBytes::new(py, &entry.fqn));
-        let number = entry.tensor.as_ref().map_or(-1, |tensor| {
-            let TensorEntry { dtype, strides, requires_grad, pin_memory, memory_format, layout, .. } = tensor.clone();
-            let template = (dtype, requires_grad, pin_memory, memory_format, layout, strides.is_some());
-            *numbers.entry(template).or_insert_with_key(|template| {
-                table.push(template.clone());
-                table.len() as i64 - 1
-            })
-        });
-        let size = entry.tensor.as_ref().map_or(&[][..], |tensor| &tensor.size);
-        push(&mut columns[0], [number]);
-        push(&mut columns[1], [size.len() as i64]);
-        push(&mut columns[2], size.iter().map(|extent| *extent as i64));
-        match entry.tensor.as_ref().and_then(|tensor| tensor.strides.as_ref()) {
-            Some(strides) => push(&mut columns[3], strides.iter().copied()),
-            None => push(&mut columns[3], size.iter().map(|_| 0)),
+        let Some(tensor) = &entry.tensor else {
+            templates.push(-1);
+            num_dims.push(0);
+            continue;
+        };
+        let TensorEntry { dtype, requires_grad, pin_memory, memory_format, layout, .. } = tensor.clone();
+        let template = (dtype, requires_grad, pin_memory, memory_format, layout, tensor.strides.is_some());
+        templates.push(*numbers.entry(template).or_insert_with_key(|template| {
+            table.push(template.clone());
+            table.len() as i64 - 1
+        }));
+        num_dims.push(tensor.size.len() as i64);
+        sizes.extend(tensor.size.iter().map(|extent| *extent as i64));
+        match &tensor.strides {
+            Some(known) => strides.extend(known),
+            None => strides.resize(sizes.len(), 0),
         }
-        if entry.tensor.is_some() {
-            let mut chunks: Vec<&Item> = manifest.items[manifest.rows_of(&entry.fqn)].iter().collect();
-            chunks.sort_by_key(|item| item.index);
-            for item in chunks {
-                let Some(offsets) = &item.offsets else { continue };
-                num_chunks += 1;
-                num_dims += offsets.len() as i64;
-                push(&mut columns[5], [num_dims]);
-                push(&mut columns[6], offsets.iter().map(|offset| *offset as i64));
-                push(&mut columns[7], item.shape.iter().map(|extent| *extent as i64));
-            }
-        }
-        push(&mut columns[4], [num_chunks]);
     }
-    (names, table, columns.map(|column| PyBytes::new(py, &column)))
+    let first = first.into_iter().map(|chunk| chunk as i64).collect();
+    let columns = [
+        column(py, Ints::Wide(templates))?,
+        column(py, Ints::Wide(num_dims))?,
+        column(py, Ints::Wide(sizes))?,
+        column(py, Ints::Wide(strides))?,
+        column(py, Ints::Wide(first))?,
+        column(py, begin)?,
+        column(py, offsets)?,
+        column(py, lengths)?,
+    ];
+    Ok((names, table, columns))
 }
 
-fn push(column: &mut Vec<u8>, values: impl IntoIterator<Item = i64>) {
-    values.into_iter().for_each(|value| column.extend(value.to_le_bytes()));
+/// Written where Python keeps them: there may be tens of megabytes.
+fn column(py: Python<'_>, values: Ints) -> PyResult<Column<'_>> {
+    fn put<const N: usize>(out: &mut [u8], values: impl Iterator<Item = [u8; N]>) -> PyResult<()> {
+        out.chunks_exact_mut(N).zip(values).for_each(|(place, bytes)| place.copy_from_slice(&bytes));
+        Ok(())
+    }
+    match values {
+        Ints::Narrow(values) => {
+            let write = |out: &mut [u8]| put(out, values.iter().map(|value| value.to_le_bytes()));
+            Ok(("i", PyBytes::new_with(py, values.len() * size_of::<i32>(), write)?))
+        }
+        Ints::Wide(values) => {
+            let write = |out: &mut [u8]| put(out, values.iter().map(|value| value.to_le_bytes()));
+            Ok(("q", PyBytes::new_with(py, values.len() * size_of::<i64>(), write)?))
+        }
+    }
 }

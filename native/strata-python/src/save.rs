@@ -5,7 +5,7 @@ use std::sync::Arc;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList};
 use strata_checkpoint::item::{Dims, Kind};
 use strata_checkpoint::{self as core, Commit, Payload, RankRecord, Records, SaveItem, StockEntry};
 use tokio::sync::watch;
@@ -225,7 +225,7 @@ fn commit(
     py: Python<'_>,
     store: &Store,
     base: &Base,
-    records: Vec<PyBackedBytes>,
+    records: &Bound<'_, PyList>,
     entries: RawPromises,
     planner_data: Vec<u8>,
     stock: RawStockParts,
@@ -240,10 +240,15 @@ fn commit(
     let run_root = run_root.map(Store::open).transpose()?;
     let base = base.base.clone();
     let promises = promises(py, entries)?;
-    let records = py.detach(|| Records::decode(records.iter().map(|record| &**record))).map_err(to_py)?;
+    let sent: Vec<PyBackedBytes> = records.extract()?;
+    let bytes: Vec<&[u8]> = sent.iter().map(|record| &**record).collect();
+    let decoded = py.detach(|| Records::decode(&bytes)).map_err(to_py)?;
+    // The commit needs the memory.
+    drop(sent);
+    records.del_slice(0, records.len())?;
     let stats = wait(py, async move {
         let job = Commit {
-            records,
+            records: decoded,
             promises,
             planner_data,
             stock: stock_parts(stock),

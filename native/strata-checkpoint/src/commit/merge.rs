@@ -1,7 +1,8 @@
 //! Records of all ranks to one manifest. Pure.
 
-use crate::item::{Entry, Item, num_blocks};
-use crate::manifest::Manifest;
+use crate::item::Entry;
+use crate::manifest::{Key, Manifest};
+use crate::packed::PackedItems;
 use crate::record::Records;
 use crate::{Error, Result};
 
@@ -19,50 +20,40 @@ pub struct Promises {
 }
 
 impl Promises {
-    fn offsets_of(&self, entry: usize) -> impl Iterator<Item = &[u64]> {
-        let chunks = self.first_chunks[entry]..self.first_chunks[entry + 1];
-        chunks.map(|chunk| &self.offsets[self.first_dims[chunk]..self.first_dims[chunk + 1]])
+    /// What an item must be called: an entry that is a tensor has chunks, another one no place.
+    fn key(&self, entry: usize, chunk: usize) -> Key<'_> {
+        let Entry { fqn, tensor } = &self.entries[entry];
+        (fqn, tensor.is_some().then(|| &self.offsets[self.first_dims[chunk]..self.first_dims[chunk + 1]]))
     }
 }
 
-/// One manifest of all records, if they hold each promised item once and nothing else.
-pub(super) fn merge(records: Records, promises: Promises) -> Result<Manifest> {
-    let Records { objects, items, payload_bytes } = records;
-    let mut manifest = Manifest { objects, items, payload_bytes, ..Manifest::default() };
-    manifest.items.sort_unstable_by(|a, b| (&a.fqn, &a.offsets).cmp(&(&b.fqn, &b.offsets)));
-    check_blocks(&manifest.items)?;
-    check_promises(&manifest.items, &promises)?;
-    manifest.entries = promises.entries;
-    Ok(manifest)
+/// One manifest of all records, if they hold each promised item once and nothing else. Its items are beside it.
+pub(super) fn merge(records: Records, promises: Promises) -> Result<(Manifest, PackedItems)> {
+    let Records { objects, mut items, payload_bytes } = records;
+    items.sort();
+    check_promises(&items, &promises)?;
+    Ok((Manifest { objects, payload_bytes, entries: promises.entries, ..Manifest::default() }, items))
 }
 
-fn check_blocks(items: &[Item]) -> Result<()> {
-    match items.iter().find(|item| item.digests.len() as u64 != num_blocks(item.payload_bytes)) {
-        None => Ok(()),
-        Some(item) => Err(Error::Plan(format!("{:?}: a rank reported no digests for it", item.name()))),
-    }
-}
-
-fn check_promises(items: &[Item], promises: &Promises) -> Result<()> {
-    let mut keys: Vec<(&[u8], Option<&[u64]>)> = Vec::with_capacity(items.len());
+fn check_promises(items: &PackedItems, promises: &Promises) -> Result<()> {
+    let mut chunks: Vec<(u32, u32)> = Vec::with_capacity(items.len());
     for (number, entry) in promises.entries.iter().enumerate() {
-        match entry.tensor {
-            None => keys.push((&entry.fqn, None)),
-            Some(_) => keys.extend(promises.offsets_of(number).map(|offsets| (entry.fqn.as_slice(), Some(offsets)))),
-        }
+        let first = promises.first_chunks[number];
+        let count = if entry.tensor.is_some() { promises.first_chunks[number + 1] - first } else { 1 };
+        chunks.extend((first..first + count).map(|chunk| (number as u32, chunk as u32)));
     }
-    keys.sort_unstable();
-    let name = |key: &(&[u8], Option<&[u64]>)| format!("{:?} at {:?}", String::from_utf8_lossy(key.0), key.1);
-    let written = items.iter().map(|item| (&*item.fqn, item.offsets.as_deref()));
-    let mut keys = keys.into_iter().peekable();
-    for key in written {
+    let key = |(entry, chunk): (u32, u32)| promises.key(entry as usize, chunk as usize);
+    chunks.sort_unstable_by(|a, b| key(*a).cmp(&key(*b)));
+    let name = |key: &Key<'_>| format!("{:?} at {:?}", String::from_utf8_lossy(key.0), key.1);
+    let mut keys = chunks.into_iter().map(key);
+    for written in items.keys() {
         match keys.next() {
-            Some(expected) if expected == key => {}
-            Some(expected) if expected < key => {
+            Some(expected) if expected == written => {}
+            Some(expected) if expected < written => {
                 return Err(Error::Plan(format!("{} was planned, but no rank wrote it", name(&expected))));
             }
             _ => {
-                return Err(Error::Plan(format!("{} was written twice, or was not planned", name(&key))));
+                return Err(Error::Plan(format!("{} was written twice, or was not planned", name(&written))));
             }
         }
     }

@@ -12,7 +12,7 @@ use super::check::Checks;
 use super::{Job, ReadStats, Reading, TensorRead, VerifyMode, check, run};
 use crate::destination::Destination;
 use crate::geometry::StridedCopy;
-use crate::item::Item;
+use crate::manifest::Items;
 use crate::open::Checkpoint;
 use crate::plan::{BlockRead, block_range, joined, needed_blocks};
 use crate::share::{Bits, Numbering, Schedule, blocks_of};
@@ -207,7 +207,7 @@ fn is_for(piece: &Piece, needers: &[u32]) -> bool {
 }
 
 /// All of the block: ranks need other parts of it.
-fn whole_block(read: BlockRead, items: &[Item]) -> BlockRead {
+fn whole_block(read: BlockRead, items: &Items) -> BlockRead {
     let item = &items[read.row];
     let payload = block_range(read.block, item.payload_bytes);
     let file = item.payload_offset() + payload.start..item.payload_offset() + payload.end;

@@ -7,10 +7,15 @@ use strata_proto::v1::section::Kind;
 
 use super::columns::{encode_entries, encode_items};
 use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
-use crate::item::Object;
+use crate::item::{Item, Object};
 
-/// The file's bytes. `items` must be sorted by fqn, then offsets.
+/// The file's bytes. Items must be sorted by fqn, then offsets.
 pub fn encode(manifest: &Manifest) -> Vec<u8> {
+    encode_with(manifest, manifest.items.all().iter().cloned())
+}
+
+/// As [`encode`], with `items` in the place of the manifest's own, of which no more than a section's are in memory.
+pub(crate) fn encode_with(manifest: &Manifest, mut items: impl Iterator<Item = Item>) -> Vec<u8> {
     let mut body = Body::default();
     let mut entries: Vec<(u64, _)> = manifest.entries.iter().enumerate().map(|(i, e)| (i as u64, e)).collect();
     entries.sort_by(|a, b| a.1.fqn.cmp(&b.1.fqn));
@@ -18,9 +23,15 @@ pub fn encode(manifest: &Manifest) -> Vec<u8> {
         let ends = (&*rows[0].1.fqn, &*rows[rows.len() - 1].1.fqn);
         body.push(Kind::Tensors, &encode_entries(rows).encode_to_vec(), rows.len(), ends);
     }
-    for rows in manifest.items.chunks(GROUP_ROWS) {
+    let mut num_items = 0;
+    loop {
+        let rows: Vec<Item> = items.by_ref().take(GROUP_ROWS).collect();
+        if rows.is_empty() {
+            break;
+        }
+        num_items += rows.len() as u64;
         let ends = (&*rows[0].fqn, &*rows[rows.len() - 1].fqn);
-        let (group, digests, inline) = encode_items(rows);
+        let (group, digests, inline) = encode_items(&rows);
         body.push(Kind::Items, &group.encode_to_vec(), rows.len(), ends);
         body.push(Kind::Digests, &digests, rows.len(), ends);
         body.push(Kind::Inline, &inline, rows.len(), ends);
@@ -48,7 +59,7 @@ pub fn encode(manifest: &Manifest) -> Vec<u8> {
             })
             .collect(),
         sections: body.sections,
-        num_items: manifest.items.len() as u64,
+        num_items,
         payload_bytes: manifest.payload_bytes,
     }
     .encode_to_vec();
