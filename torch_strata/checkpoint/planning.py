@@ -30,6 +30,7 @@ from torch_strata.checkpoint._columns import SHARD, TENSOR, Builder, Columns, fo
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._lazy_state import Chunks, LazyState, PlannedMetadata
 from torch_strata.checkpoint._merge import Merged, Selection, merge_columns
+from torch_strata.checkpoint._shortcuts import is_bare
 from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_dense
 from torch_strata.errors import CheckpointError
 
@@ -292,8 +293,7 @@ def _items_of(state: Mapping[str, Any]) -> Sequence[WriteItem]:
     tensor, is_pinnable, records_grad = torch.Tensor, torch.cuda.is_available(), torch.is_grad_enabled()
     for fqn, value in state.items():
         kind = type(value)
-        # An attribute could make a plain tensor one that DCP asks for its shards.
-        if kind in PLAIN_TYPES and not vars(value) and value.layout is torch.strided:
+        if is_bare(value) and value.layout is torch.strided:
             size, strides = value.shape, value.stride()
             template = _described(value, strides, value.requires_grad, is_pinnable)
             builder.add_tensor(fqn, TENSOR, template, size, strides, (0,) * len(size), size)
