@@ -88,7 +88,7 @@ class StrataSavePlanner(DefaultSavePlanner):
             if not self.flatten_state_dict:
                 self.metadata.planner_data = None
         else:  # an item of a foreign class is DCP's to plan
-            if any(getattr(plan.items, "claim", None) is not None for plan in all_plans):
+            if any(getattr(plan.items, "copied", None) is not None for plan in all_plans):
                 raise CheckpointError(
                     "a rank saves an object that only DCP can plan, which no rank did the last time: the others copied "
                     "no more than their part; the next save copies everything"

@@ -32,24 +32,20 @@ from torch_strata.checkpoint._lazy_state import PlannedMetadata
 from torch_strata.checkpoint._leftovers import remove_objects, remove_save
 from torch_strata.checkpoint._metadata import DCP_VERSION, promises_of
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
+from torch_strata.checkpoint._optimizers import check_optimizers
 from torch_strata.checkpoint._planner_data import decode_planner_data, encode_planner_data
+from torch_strata.checkpoint._process import forget_dead_process
+from torch_strata.checkpoint._progress import shown, wants_bar
 from torch_strata.checkpoint._safetensors import holds_safetensors
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._stock_pickle import stock_parts
 from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
 from torch_strata.checkpoint._training_group import warn_of_training_group
+from torch_strata.checkpoint._turns import takes_turn, wait_for_turn
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.planning import compact
-from torch_strata.checkpoint.progress import shown, wants_bar
 from torch_strata.checkpoint.save_stats import SaveStats
-from torch_strata.checkpoint.staging import (
-    check_optimizers,
-    forget_dead_process,
-    snapshot,
-    snapshot_behind_training,
-    takes_turn,
-    wait_for_turn,
-)
+from torch_strata.checkpoint.staging import snapshot, snapshot_behind_training
 from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.config import StorageConfig
 from torch_strata.errors import (
