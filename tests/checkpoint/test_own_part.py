@@ -308,8 +308,8 @@ def test_the_copies_of_a_plan_that_holds_are_all_that_it_needs():
     last = assignments(states)
     final, _ = merge([assignment.repeated() for assignment in last])
     for plan, assignment in zip(final, last, strict=True):
-        assert plan.items.key == assignment.claim.key
-        assert plan.items.selection.rows.tolist() == assignment.claim.selection.rows.tolist()
+        assert plan.items.key == assignment.copied.key
+        assert plan.items.selection.rows.tolist() == assignment.copied.selection.rows.tolist()
 
 
 class Marked(WriteItem):
@@ -318,22 +318,22 @@ class Marked(WriteItem):
 
 def test_where_dcp_has_to_plan_nothing_is_left_to_ranks_that_copied_a_part():
     states = [{"w": torch.empty(MIB, device="meta")} for _ in range(2)]
-    claiming, other = assignments(states)[0].repeated(), local_plan(states[1])
+    partial, other = assignments(states)[0].repeated(), local_plan(states[1])
     (item,) = other.items
     foreign = SavePlan([Marked(item.index, item.type, None, item.tensor_data)], planner_data=other.planner_data)
     with pytest.raises(CheckpointError, match="the next save copies everything"):
-        StrataSavePlanner().create_global_plan([claiming, foreign])
+        StrataSavePlanner().create_global_plan([partial, foreign])
 
 
 def test_a_state_of_another_structure_is_copied_whole():
     state = {"a": torch.ones(5), "n": {"b": torch.ones(3, 4)}, "l": [torch.ones(2)], "v": 3}
     (last,) = assignments([{"a": state["a"]}])
-    assert snapshot({"a": torch.ones(5)}, last=last).by is last
+    assert snapshot({"a": torch.ones(5)}, last=last).assignment is last
     for other in ({"b": torch.ones(5)}, {"a": torch.ones(6)}, {"a": torch.ones(5).double()}, {"a": 3}, state):
-        assert snapshot(other, last=last).by is None
+        assert snapshot(other, last=last).assignment is None
     shard = torch.ones(5)
     shard.global_shape = torch.Size((10,))
-    assert snapshot({"a": shard}, last=last).by is None
+    assert snapshot({"a": shard}, last=last).assignment is None
 
 
 def test_what_was_not_copied_cannot_be_written():

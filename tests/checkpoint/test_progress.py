@@ -18,7 +18,7 @@ from tests.checkpoint.s3_states import RUN, Forward, loaded_step, state
 from tests.checkpoint.states import failure_of, load, save
 from tests.support.s3 import Answer, Request, gateway, options, refusal
 from torch_strata import ConfigError, StorageConfig, StorageError, StoreStats, StrataWriter, async_save
-from torch_strata.checkpoint import progress
+from torch_strata.checkpoint import _progress as progress
 
 LONG = timedelta(seconds=60)
 PARTS = 5 << 20

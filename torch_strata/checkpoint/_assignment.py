@@ -1,7 +1,7 @@
 """What a rank wrote of its state last time: all that it needs to copy of one of the same structure.
 
-A rank that has copied no more says so in its plan (`Claim`). The planning rank then assigns what all ranks claim, or,
-where that holds no more, only what is copied (`_claims.py`). What was not copied is a tensor on the meta device, which
+A rank that has copied no more says so in its plan (`Copied`). The planning rank then assigns the same as before, or,
+where that holds no more, only what is copied (`_copies.py`). What was not copied is a tensor on the meta device, which
 no writer takes: it cannot be written by mistake.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch_strata.checkpoint._merge import Selection
     from torch_strata.checkpoint.planning import ChosenItems, PackedItems
 
-__all__ = ["Assignment", "Claim", "Rows", "Share", "assignment_of", "copied_rows", "rows_only"]
+__all__ = ["Assignment", "Copied", "Rows", "Share", "assignment_of", "copied_rows", "rows_only"]
 
 # The first row, and their number.
 Rows = tuple[int, int]
@@ -27,7 +27,7 @@ Rows = tuple[int, int]
 Share = tuple[Rows, ...] | None
 
 
-class Claim(NamedTuple):
+class Copied(NamedTuple):
     """What a rank has copied of the tensors that it offers.
 
     Attributes:
@@ -49,7 +49,7 @@ class Assignment:
         structure: Of its state.
         shares: What the rank wrote of each tensor, in the order of `Leaves`.
         offer: The plan that the rank sent.
-        claim: What it may say next time.
+        copied: What it may say next time.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Assignment:
     structure: list[Any]
     shares: Sequence[Share]
     offer: SavePlan
-    claim: Claim
+    copied: Copied
 
     def is_of(self, structure: list[Any] | None) -> bool:
         """Whether a state with this structure is planned alike."""
@@ -66,7 +66,7 @@ class Assignment:
     def repeated(self) -> SavePlan:
         """The plan to send for a state of which only this was copied."""
         items: PackedItems = self.offer.items  # type: ignore[assignment]
-        return replace(self.offer, items=items.claiming(self.claim))  # type: ignore[arg-type]
+        return replace(self.offer, items=items.limited_to(self.copied))  # type: ignore[arg-type]
 
 
 def assignment_of(
@@ -101,7 +101,7 @@ def assignment_of(
         structure=outline.structure,
         shares=[_share(shares.get(name_at.get(path, ""))) for path in outline.paths],
         offer=offer,
-        claim=Claim(chosen.key, selection),
+        copied=Copied(chosen.key, selection),
     )
 
 

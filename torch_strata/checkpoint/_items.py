@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch_strata import _native
 from torch_strata.checkpoint._columns import SHARD, TENSOR, Columns
 from torch_strata.checkpoint._metadata import dtype_name, encode_fqn
+from torch_strata.checkpoint._shortcuts import is_bare, keeps_methods
 from torch_strata.checkpoint._tensors import (
     HOST,
     PLAIN_TYPES,
@@ -28,6 +29,9 @@ from torch_strata.checkpoint.save_planner import StrataSavePlanner
 from torch_strata.errors import CheckpointError
 
 __all__ = ["NativeItems"]
+
+# By these methods a planner finds what an item is.
+_FINDING = ("resolve_data", "lookup_object", "transform_object")
 
 # What many items have in common: offsets, kind, device, bytes, dtype, shape, strides.
 _Template = tuple[tuple[int, ...] | None, int, int, int, str, tuple[int, ...], tuple[int, ...]]
@@ -49,8 +53,8 @@ class NativeItems:
         Raises:
             CheckpointError: If a value cannot be stored, naming it.
         """
-        if isinstance(items, ChosenItems) and _finds_plainly(planner):
-            items = self._add_planned(items.columns, planner.state_dict)  # type: ignore[attr-defined]
+        if isinstance(items, ChosenItems) and keeps_methods(planner, StrataSavePlanner, *_FINDING):
+            items = self._add_planned(items.columns, planner.state_dict)
         resolve = _resolver(planner)
         for item in items:
             try:
@@ -88,8 +92,7 @@ class NativeItems:
         for row, (fqn, kind, template, hint) in enumerate(heads):
             shape = tuple(lengths[first[row] : first[row + 1]])
             found: Any = state.get(fqn)
-            # An attribute could make a plain tensor one that DCP asks for its shards.
-            is_whole = kind == TENSOR and type(found) in PLAIN_TYPES and not found.__dict__
+            is_whole = kind == TENSOR and is_bare(found)
             whole = (0,) * len(shape)
             if not is_whole or not self._add_plain(fqn, hint, whole, found, shape, shared.table[template].dtype):
                 left.append(row)
@@ -169,32 +172,15 @@ class NativeItems:
         return number
 
 
-def _finds_plainly(planner: SavePlanner) -> bool:
-    """Whether a whole tensor of the planner's plan is what its state holds under the name."""
-    if not isinstance(planner, StrataSavePlanner):
-        return False
-    methods = (planner.resolve_data, planner.lookup_object, planner.transform_object)
-    own = [StrataSavePlanner.resolve_data, StrataSavePlanner.lookup_object, StrataSavePlanner.transform_object]
-    return [getattr(method, "__func__", None) for method in methods] == own
-
-
 def _resolver(planner: SavePlanner) -> Callable[[WriteItem], Any]:
-    """`planner.resolve_data`; where that is DCP's own, a tensor that nothing shards is found without a search.
-
-    DCP asks of each object whether it implements a protocol, which takes longer than all that a save does with it.
-    """
-    if not isinstance(planner, DefaultSavePlanner):
-        return planner.resolve_data
-    methods = (planner.resolve_data, planner.lookup_object, planner.transform_object)
-    own = [DefaultSavePlanner.resolve_data, DefaultSavePlanner.lookup_object, DefaultSavePlanner.transform_object]
-    if [getattr(method, "__func__", None) for method in methods] != own:
+    """`planner.resolve_data`; where that is DCP's own, a tensor that nothing shards is found without a search."""
+    if not keeps_methods(planner, DefaultSavePlanner, *_FINDING):
         return planner.resolve_data
     state = planner.state_dict
 
     def resolve(item: WriteItem) -> Any:
         found, offset = state.get(item.index.fqn), item.index.offset
-        # An attribute could make a plain tensor one that DCP asks for its shards.
-        if type(found) not in PLAIN_TYPES or vars(found) or offset is None or any(offset):
+        if not is_bare(found) or offset is None or any(offset):
             return planner.resolve_data(item)
         return found
 

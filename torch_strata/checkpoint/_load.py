@@ -1,11 +1,9 @@
 """One rank's part of a load: everything is resolved and compared before the first byte of a destination changes."""
 
 import io
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -13,7 +11,6 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.tensor import DTensor
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import Exchange, Lent, Region
@@ -23,23 +20,15 @@ from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._part import Part, bump_versions, copy_into, lent, place_of, takes_bytes
 from torch_strata.checkpoint._payload import Trusted, load_tensor, load_value
 from torch_strata.checkpoint._reads import CompactReads, PlannedReads, whole_read
-from torch_strata.checkpoint._tensors import (
-    PLAIN_TYPES,
-    device_number,
-    is_reachable,
-    overlaps_itself,
-    settled,
-    wait_for_kernels,
-)
+from torch_strata.checkpoint._resolve import check_framed, check_value, finds_plainly, guarded, resolve_parts
+from torch_strata.checkpoint._shortcuts import keeps_methods
+from torch_strata.checkpoint._tensors import PLAIN_TYPES, device_number, is_reachable, wait_for_kernels
 from torch_strata.checkpoint._together import separated, share_blobs, share_regions
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.checkpoint.store_stats import StoreStats
-from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError, StrataError
+from torch_strata.errors import CheckpointError, CorruptionError
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
-__all__ = ["LoadSettings", "ReadStats", "check_coverage", "load_plan"]
+__all__ = ["LoadSettings", "ReadStats", "load_plan"]
 
 # These would only call torch.load on the payload again: the value that was loaded safely takes its place.
 _KNOWN_LOAD_BYTES = (DefaultLoadPlanner.load_bytes, StrataLoadPlanner.load_bytes)
@@ -103,16 +92,14 @@ def load_plan(
     """
     items: Sequence[ReadItem] = plan.items
     whole = _Whole()
-    if exchange is None and isinstance(items, PlannedReads) and _finds_plainly(planner):
+    if exchange is None and isinstance(items, PlannedReads) and finds_plainly(planner):
         items = whole.take(opened, items, planner)
     parts = _locate(opened, items)
     values = [part for part in parts if part.item.type is LoadItemType.BYTE_IO]
     tensors = [part for part in parts if part.item.type is not LoadItemType.BYTE_IO]
     for part in values:
-        _check_value(opened, part, planner)
-    resolve = _resolver(planner)
-    for part in tensors:
-        _resolve(opened, part, resolve, settings)
+        check_value(opened, part, planner)
+    resolve_parts(opened, tensors, planner, allow_dtype_cast=settings.allow_dtype_cast)
     framed = [part for part in tensors if part.is_blob]
     regions = [part for part in tensors if not part.is_blob]
     wait_for_kernels(device_number(part.target) for part in regions if is_reachable(part.target))
@@ -122,11 +109,11 @@ def load_plan(
         stats = _read_together(opened, [part for part in parts if part.is_blob], regions, settings, exchange)
     for part in framed:
         copy_into(part.target, part.value)
-    if getattr(planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:  # which does nothing
+    if not keeps_methods(planner, DefaultLoadPlanner, "commit_tensor"):  # which does nothing
         for part in tensors:
-            _guarded(part, lambda part=part: planner.commit_tensor(part.item, part.target))
+            guarded(part, planner.commit_tensor, part.item, part.target)
     for part in values:
-        _guarded(part, lambda part=part: _set_value(planner, part))
+        guarded(part, _set_value, planner, part)
     return stats
 
 
@@ -172,30 +159,6 @@ class _Whole:
         return True
 
 
-def check_coverage(opened: Opened, plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Whether what one rank saved on its own fills every destination; of whole checkpoints the chunks tile each tensor.
-
-    Only of DCP's own planners, which show their state.
-
-    Raises:
-        LayoutMismatchError: If a part of a destination would keep its values.
-    """
-    if not isinstance(planner, DefaultLoadPlanner) or planner.metadata is None:
-        return
-    filled: Counter[str] = Counter()
-    for item in plan.items:
-        filled[item.dest_index.fqn] += math.prod(item.lengths)
-    for fqn, value in planner.state_dict.items():
-        if not isinstance(value, torch.Tensor) or fqn not in planner.metadata.state_dict_metadata:
-            continue
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if filled[fqn] < local.numel():
-            raise LayoutMismatchError(
-                f"{opened.where}: {fqn!r}: of {local.numel()} elements to load this rank saved {filled[fqn]}; ranks "
-                "that saved on their own (use_collectives=False) have only their own parts"
-            )
-
-
 def _locate(opened: Opened, items: Sequence[ReadItem]) -> list[Part]:
     numbers: dict[tuple[int, ...] | None, int] = {}
     indices = [item.storage_index for item in items]
@@ -225,135 +188,6 @@ def _located(
         name = encode_fqn(fqns[row]).decode("utf-8", "replace")
         raise CorruptionError(f"{opened.where}: no object holds {name!r}{at}")
     return rows, described, table
-
-
-def _check_value(opened: Opened, part: Part, planner: LoadPlanner) -> None:
-    """A value replaces its destination unseen; DCP's own planners let us look at it before."""
-    if part.kind != _native.BYTES and not part.transforms:
-        raise CorruptionError(f"{opened.where}: {part.fqn!r}: the index says a pickled value, a tensor is stored")
-    if isinstance(planner, DefaultLoadPlanner):
-        template = planner.state_dict.get(part.item.dest_index.fqn)
-        if isinstance(template, torch.Tensor):
-            raise LayoutMismatchError(
-                f"{opened.where}: {part.fqn!r} is stored as a pickled value, the state to load into holds a tensor "
-                f"of {template.dtype} {tuple(template.shape)}"
-            )
-
-
-def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], Any]:
-    """`planner.resolve_tensor`; where that is DCP's own, a tensor that nothing shards is found without a search.
-
-    DCP asks of each object whether it implements a protocol, which takes longer than all that a load does with it.
-    """
-    if not isinstance(planner, DefaultLoadPlanner) or not _looks_up_plainly(planner):
-        return planner.resolve_tensor
-    transforms = not _finds_plainly(planner)
-
-    def resolve(item: ReadItem) -> Any:
-        index = item.dest_index
-        found = planner.state_dict.get(index.fqn)
-        # An attribute could make a plain tensor one that DCP asks for its shards.
-        if not isinstance(found, torch.Tensor) or type(found) not in PLAIN_TYPES or vars(found):
-            return planner.resolve_tensor(item)
-        if index.offset is None or any(index.offset) or len(index.offset) != found.dim():
-            return planner.resolve_tensor(item)
-        if transforms or item.lengths != found.shape or any(item.dest_offsets):
-            return planner.transform_tensor(item, found)
-        return found
-
-    return resolve
-
-
-def _looks_up_plainly(planner: DefaultLoadPlanner) -> bool:
-    own = [getattr(method, "__func__", None) for method in (planner.resolve_tensor, planner.lookup_tensor)]
-    return own == [DefaultLoadPlanner.resolve_tensor, DefaultLoadPlanner.lookup_tensor]
-
-
-def _finds_plainly(planner: LoadPlanner) -> "TypeIs[DefaultLoadPlanner]":
-    """Whether a tensor goes into what the planner's state holds under its name, and nobody is told of it."""
-    if not isinstance(planner, DefaultLoadPlanner) or not _looks_up_plainly(planner):
-        return False
-    methods = planner.transform_tensor, planner.commit_tensor
-    own = [getattr(method, "__func__", None) for method in methods]
-    return own == [DefaultLoadPlanner.transform_tensor, DefaultLoadPlanner.commit_tensor]
-
-
-def _resolve(opened: Opened, part: Part, resolve: Callable[[ReadItem], Any], settings: LoadSettings) -> None:
-    item = part.item
-    try:
-        found = resolve(item)
-    except StrataError:
-        raise
-    except Exception as error:
-        raise _as_ours(part, error) from error
-    if type(found) in PLAIN_TYPES and not part.is_blob and part.kind == _native.TENSOR:
-        target = part.target = found.detach()
-        shape = tuple(target.shape)
-        # What nearly every tensor is: as it was stored, in the host's memory.
-        if (
-            shape == part.shape == item.lengths
-            and target.device.type == "cpu"
-            and target.is_contiguous()
-            and target.dtype == dtype_of(part.dtype)
-            and not any(item.storage_offsets)
-        ):
-            part.is_whole = True
-            return
-    _resolve_unlike(opened, part, found, settings)
-
-
-def _resolve_unlike(opened: Opened, part: Part, found: Any, settings: LoadSettings) -> None:
-    item, name = part.item, f"{opened.where}: {part.fqn!r}"
-    if not isinstance(found, torch.Tensor):
-        raise LayoutMismatchError(f"{name} is a tensor, the state to load into holds a {type(found).__name__}")
-    part.target = settled(found)
-    lengths = tuple(item.lengths)
-    if tuple(part.target.shape) != lengths:
-        raise LayoutMismatchError(f"{name}: {lengths} were planned, the destination is {tuple(part.target.shape)}")
-    if part.target.is_meta:
-        raise LayoutMismatchError(f"{name}: the destination is on the meta device and has no memory")
-    if part.target.layout is torch.strided and overlaps_itself(lengths, tuple(part.target.stride())):
-        raise LayoutMismatchError(
-            f"{name}: the destination's elements share memory (an expanded view, strides {tuple(part.target.stride())})"
-        )
-    if part.kind == _native.BYTES and not part.is_blob:
-        raise CorruptionError(f"{name}: the index says a tensor, a pickled value is stored")
-    if part.is_blob:
-        return
-    _check_dtype(name, dtype_of(part.dtype), part.target.dtype, settings)
-    _check_region(name, part.shape, item)
-
-
-def _check_dtype(name: str, stored: torch.dtype, wanted: torch.dtype, settings: LoadSettings) -> None:
-    if stored != wanted and not settings.allow_dtype_cast:
-        raise LayoutMismatchError(
-            f"{name}: stored dtype {stored}, destination dtype {wanted}; pass allow_dtype_cast=True to StrataReader "
-            "to convert"
-        )
-
-
-def _check_quantizer(name: str, stored: torch.Tensor, wanted: torch.Tensor) -> None:
-    # copy_() between quantized tensors moves the integers and leaves scale and zero point: other numbers.
-    if stored.is_quantized and wanted.is_quantized and _quantizer(stored) != _quantizer(wanted):
-        raise LayoutMismatchError(
-            f"{name}: stored with the quantizer {_quantizer(stored)}, the destination has {_quantizer(wanted)}"
-        )
-
-
-def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()
-    channels = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    return tensor.qscheme(), tensor.q_per_channel_axis(), *(values.tolist() for values in channels)
-
-
-def _check_region(name: str, shape: tuple[int, ...], item: ReadItem) -> None:
-    first, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-    inside = len(first) == len(lengths) == len(shape) and all(
-        f >= 0 and n >= 0 and f + n <= s for f, n, s in zip(first, lengths, shape, strict=True)
-    )
-    if not inside:
-        raise CorruptionError(f"{name}: {lengths} at {first} do not lie in the stored {shape}")
 
 
 def _read_together(
@@ -405,11 +239,8 @@ def _load_blob(opened: Opened, part: Part, data: bytes, settings: LoadSettings) 
     where, trusted = opened.where, settings.trusted
     if part.item.type is LoadItemType.BYTE_IO:
         return data, load_value(data, fqn=part.fqn, where=where, trusted=trusted)
-    name = f"{where}: {part.fqn!r}"
     tensor = load_tensor(data, fqn=part.fqn, where=where, trusted=trusted)
-    _check_dtype(name, tensor.dtype, part.target.dtype, settings)
-    _check_quantizer(name, tensor, part.target)
-    _check_region(name, tuple(tensor.shape), part.item)
+    check_framed(where, part, tensor, allow_dtype_cast=settings.allow_dtype_cast)
     return narrow_tensor_by_index(tensor, part.item.storage_offsets, part.item.lengths)
 
 
@@ -480,17 +311,3 @@ def _set_value(planner: LoadPlanner, part: Part) -> None:
         set_element(planner.original_state_dict, planner.mappings[fqn], value)
     elif isinstance(planner, DefaultLoadPlanner):
         planner.state_dict[fqn] = value
-
-
-def _guarded(part: Part, call: Any) -> Any:
-    """Run a planner's code; its errors become ours, which can be pickled to the other ranks."""
-    try:
-        return call()
-    except StrataError:
-        raise
-    except Exception as error:
-        raise _as_ours(part, error) from error
-
-
-def _as_ours(part: Part, error: Exception) -> CheckpointError:
-    return CheckpointError(f"cannot load {part.fqn!r}: {type(error).__name__}: {error}")

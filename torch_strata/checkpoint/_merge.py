@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_strata.checkpoint._claims import assigned_by_copies
 from torch_strata.checkpoint._columns import BYTES, SHARD, TENSOR, Columns, Ints, pack_ints, padded, unpack_ints
+from torch_strata.checkpoint._copies import assigned_by_copies
 from torch_strata.checkpoint._overlaps import Boxes, plan_faults
 from torch_strata.errors import LayoutMismatchError
 
@@ -117,14 +117,14 @@ class Holders:
 
 
 def merge_columns(
-    plans: Sequence[Columns], *, to_lowest_rank: bool = False, claims: Sequence[Selection | None] = ()
+    plans: Sequence[Columns], *, to_lowest_rank: bool = False, copies: Sequence[Selection | None] = ()
 ) -> Merged:
     """Give each chunk that several ranks hold to one of them, or its rows to several, and check the whole.
 
     Args:
         plans: What each rank offers to write, by rank.
         to_lowest_rank: Whether the lowest rank that holds a chunk writes it, whatever that does to the balance.
-        claims: What alone each rank has copied, by rank, None for everything; if given, that is what it may write.
+        copies: What alone each rank has copied, by rank, None for everything; if given, that is what it may write.
 
     Raises:
         CheckpointError: If no rank has copied a chunk.
@@ -145,8 +145,8 @@ def merge_columns(
     if faults:
         more = f"; and {len(faults) - _NAMED_FAULTS} more" if len(faults) > _NAMED_FAULTS else ""
         raise LayoutMismatchError(f"the ranks' plans do not fit together: {'; '.join(faults[:_NAMED_FAULTS])}{more}")
-    if claims:
-        row, first, count = assigned_by_copies(offers, holders, list(ids), claims)
+    if copies:
+        row, first, count = assigned_by_copies(offers, holders, list(ids), copies)
     else:
         row, first, count = _assigned(offers, holders, len(plans), to_lowest_rank=to_lowest_rank)
     return _merged(offers, row, first, count, list(ids), samples, len(plans))

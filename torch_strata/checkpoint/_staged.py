@@ -28,15 +28,15 @@ class StagedState(dict[str, Any]):
     Attributes:
         lease: Of its memory.
         outline: Of the state that was copied.
-        by: The assignment of which alone the tensors were copied; None if the whole state was.
+        assignment: Of which alone the tensors were copied; None if the whole state was.
         num_bytes: Bytes of tensors that were copied.
     """
 
     def __init__(
-        self, state: dict[str, Any], *, lease: Lease, outline: Outline, by: Assignment | None, num_bytes: int
+        self, state: dict[str, Any], *, lease: Lease, outline: Outline, assignment: Assignment | None, num_bytes: int
     ) -> None:
         super().__init__(state)
-        self.lease, self.outline, self.by, self.num_bytes = lease, outline, by, num_bytes
+        self.lease, self.outline, self.assignment, self.num_bytes = lease, outline, assignment, num_bytes
 
     def items(self) -> Any:
         """As of a dict.

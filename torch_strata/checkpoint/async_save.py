@@ -256,8 +256,8 @@ class _Part:
         self.writer.transfer = self.transfer
         self.planner.set_up_planner(state, storage_meta=self.writer.storage_meta(), is_coordinator=self.plans)
         self.writer.set_up_storage_writer(self.plans, rank=self.board.rank, use_collectives=True)
-        if state.by is not None and isinstance(self.planner, StrataSavePlanner):
-            self.offer = self.planner.repeat_local_plan(state.by)
+        if state.assignment is not None and isinstance(self.planner, StrataSavePlanner):
+            self.offer = self.planner.repeat_local_plan(state.assignment)
         else:
             self.offer = self.planner.create_local_plan()
         return self.writer.prepare_local_plan(self.offer)
@@ -355,7 +355,7 @@ class _Group:
     def last_assignment(self, planner: SavePlanner) -> Assignment | None:
         """This rank's part in the save before the one that begins, if a rank that knows it need copy no more.
 
-        Of that save only: so all ranks that copy a part copy parts of the same plan (`_claims.py`).
+        Of that save only: so all ranks that copy a part copy parts of the same plan (`_copies.py`).
         """
         known = self.assignment
         if known is None or known.number != self.num_saves - 1 or known.options != _options(planner):

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Self
 
 from torch_strata import _native
-from torch_strata.checkpoint.progress import in_words
+from torch_strata.checkpoint._progress import in_words
 from torch_strata.checkpoint.save_stats import SaveStats
 
 __all__ = ["SaveHandle", "SaveProgress"]

@@ -28,7 +28,7 @@ from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._lazy_state import StoredIndex
 from torch_strata.checkpoint._payload import Trusted, load_value
 from torch_strata.checkpoint._reads import CompactReads, PlannedReads
-from torch_strata.checkpoint._tensors import PLAIN_TYPES
+from torch_strata.checkpoint._shortcuts import is_bare
 from torch_strata.errors import LayoutMismatchError
 
 __all__ = ["StrataLoadPlanner"]
@@ -86,8 +86,7 @@ class StrataLoadPlanner(DefaultLoadPlanner):
         left = []
         whole = []
         for fqn, wanted in self.state_dict.items():
-            # An attribute could make a plain tensor one that DCP asks for its shards.
-            if type(wanted) in PLAIN_TYPES and not wanted.__dict__ and index.is_whole(fqn, wanted.dtype, wanted.shape):
+            if is_bare(wanted) and index.is_whole(fqn, wanted.dtype, wanted.shape):
                 whole.append((fqn, wanted.shape))
             elif fqn in stored:
                 self._compare(fqn, *index.described(fqn), wanted)
@@ -136,8 +135,7 @@ class StrataLoadPlanner(DefaultLoadPlanner):
 def _read_items(fqn: str, index: StoredIndex, wanted: Any) -> list[ReadItem]:
     """What DCP plans for one key, without asking of each object whether it implements a protocol."""
     is_tensor = index.described(fqn)[0]
-    # An attribute could make a plain tensor one that DCP asks for its shards.
-    if is_tensor and type(wanted) in PLAIN_TYPES and not wanted.__dict__:
+    if is_tensor and is_bare(wanted):
         return _reads_of(fqn, index, ChunkStorageMetadata(torch.Size([0] * wanted.dim()), wanted.size()))
     if isinstance(wanted, DTensor):
         if wanted.device_mesh.get_coordinate() is None:

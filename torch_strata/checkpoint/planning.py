@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from torch_strata.checkpoint._assignment import Claim
+from torch_strata.checkpoint._assignment import Copied
 from torch_strata.checkpoint._columns import SHARD, TENSOR, Builder, Columns, forget_unpacked, unpack
 from torch_strata.checkpoint._gc import gc_paused, give_back_memory
 from torch_strata.checkpoint._lazy_state import Chunks, LazyState, PlannedMetadata
 from torch_strata.checkpoint._merge import Merged, Selection, merge_columns
+from torch_strata.checkpoint._shortcuts import is_bare
 from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_dense
 from torch_strata.errors import CheckpointError
 
@@ -47,12 +48,12 @@ class PackedItems(Sequence[WriteItem]):
         self,
         columns: Columns | None = None,
         packed: tuple[bytes, bytes, bytes] | None = None,
-        claim: Claim | None = None,
+        copied: Copied | None = None,
     ) -> None:
         self._columns = columns
         self._packed = packed
         # What alone the rank has copied, if not everything.
-        self.claim = claim
+        self.copied = copied
         self._items: list[WriteItem] | None = None
 
     @property
@@ -96,11 +97,11 @@ class PackedItems(Sequence[WriteItem]):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._packed is None:
             self._packed = (*self.columns.packed, self.columns.digest)
-        return PackedItems, (None, self._packed, self.claim)
+        return PackedItems, (None, self._packed, self.copied)
 
-    def claiming(self, claim: Claim) -> "PackedItems":
-        """The same items, of which only `claim` is copied."""
-        return PackedItems(self._columns, self._packed, claim)
+    def limited_to(self, copied: Copied) -> "PackedItems":
+        """The same items, of which only `copied` is copied."""
+        return PackedItems(self._columns, self._packed, copied)
 
 
 class ChosenItems(PackedItems):
@@ -223,10 +224,10 @@ def merge(plans: Sequence[SavePlan], *, to_lowest_rank: bool = False) -> tuple[l
     """
     items: list[PackedItems] = [plan.items for plan in plans]  # type: ignore[misc]
     key = hashlib.blake2b(b"".join(item.digest for item in items) + bytes([to_lowest_rank]), digest_size=16).digest()
-    if any(item.claim is not None and item.claim.key != key for item in items):
+    if any(item.copied is not None and item.copied.key != key for item in items):
         # Some copied what a plan gave them that holds no more. This one holds for their copies alone: it has no key.
-        claims = [None if item.claim is None else item.claim.selection for item in items]
-        merged, chunks = _merge(items, to_lowest_rank=to_lowest_rank, claims=claims)
+        copies = [None if item.copied is None else item.copied.selection for item in items]
+        merged, chunks = _merge(items, to_lowest_rank=to_lowest_rank, copies=copies)
         key = b""
     else:
         if key not in _merged:
@@ -300,8 +301,7 @@ def _items_of(state: Mapping[str, Any]) -> Sequence[WriteItem]:
     tensor, is_pinnable, records_grad = torch.Tensor, torch.cuda.is_available(), torch.is_grad_enabled()
     for fqn, value in state.items():
         kind = type(value)
-        # An attribute could make a plain tensor one that DCP asks for its shards.
-        if kind in PLAIN_TYPES and not vars(value) and value.layout is torch.strided:
+        if is_bare(value) and value.layout is torch.strided:
             size, strides = value.shape, value.stride()
             template = _described(value, strides, value.requires_grad, is_pinnable)
             builder.add_tensor(fqn, TENSOR, template, size, strides, (0,) * len(size), size)

@@ -23,12 +23,13 @@ from torch.futures import Future
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import Exchange, Group, group_fault, world_size
-from torch_strata.checkpoint._load import LoadSettings, ReadStats, check_coverage, load_plan
+from torch_strata.checkpoint._load import LoadSettings, ReadStats, load_plan
 from torch_strata.checkpoint._metadata import read_metadata
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._payload import Trusted
+from torch_strata.checkpoint._progress import shown, wants_bar
+from torch_strata.checkpoint._resolve import check_coverage
 from torch_strata.checkpoint._store import check_flag, is_place, open_store, resolve_config
-from torch_strata.checkpoint.progress import shown, wants_bar
 from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.config import StorageConfig
 from torch_strata.errors import (

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_strata.checkpoint._assignment import Assignment, copied_rows
 from torch_strata.checkpoint._gc import gc_paused
-from torch_strata.checkpoint._tensors import PLAIN_TYPES
+from torch_strata.checkpoint._shortcuts import is_bare
 from torch_strata.checkpoint.planning import ChosenItems, PackedItems, finished, local_plan, merge
 from torch_strata.errors import CheckpointError
 
@@ -88,7 +88,7 @@ class StrataSavePlanner(DefaultSavePlanner):
             if not self.flatten_state_dict:
                 self.metadata.planner_data = None
         else:  # an item of a foreign class is DCP's to plan
-            if any(getattr(plan.items, "claim", None) is not None for plan in all_plans):
+            if any(getattr(plan.items, "copied", None) is not None for plan in all_plans):
                 raise CheckpointError(
                     "a rank saves an object that only DCP can plan, which no rank did the last time: the others copied "
                     "no more than their part; the next save copies everything"
@@ -118,9 +118,7 @@ class StrataSavePlanner(DefaultSavePlanner):
 
     def _chunk(self, index: MetadataIndex) -> Any:
         found = self.state_dict.get(index.fqn)
-        # DCP would ask whether it implements a protocol, which takes longer than all else. An attribute could make a
-        # plain tensor one that does.
-        if type(found) in PLAIN_TYPES and not vars(found) and (index.offset is None or not any(index.offset)):
+        if is_bare(found) and (index.offset is None or not any(index.offset)):
             return found
         if copied_rows(found) is not None:
             raise CheckpointError(f"cannot store {index.fqn!r}: this rank left it to another one and has no copy")

@@ -5,10 +5,7 @@ re-uses memory that a save in flight, or whoever keeps its state, still refers t
 """
 
 import copy
-import logging
-import os
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_strata import _native
-from torch_strata.checkpoint._arena import ArenaStats, Lease, arena
+from torch_strata.checkpoint._arena import ArenaStats, arena
 from torch_strata.checkpoint._assignment import Assignment, Rows, Share, rows_only
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._leaves import LISTS, MAPPINGS, Leaves
-from torch_strata.checkpoint._process import forget_dead_process, forget_process
+from torch_strata.checkpoint._optimizers import hold_steps, storages_of
+from torch_strata.checkpoint._process import forget_process
 from torch_strata.checkpoint._staged import StagedFuture, StagedState, keep_attributes, shard_like
 from torch_strata.checkpoint._tensors import (
     HOST,
@@ -33,23 +31,17 @@ from torch_strata.checkpoint._tensors import (
     wait_for_kernels,
 )
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, ConfigError
+from torch_strata.errors import CheckpointError
 
 __all__ = [
     "ArenaStats",
     "StagedFuture",
     "StagedState",
     "arena_stats",
-    "check_optimizers",
-    "forget_dead_process",
     "forget_process",
     "snapshot",
     "snapshot_behind_training",
-    "takes_turn",
-    "wait_for_turn",
 ]
-
-_logger = logging.getLogger(__name__)
 
 # From this size on a payload is aligned in its file so that direct I/O needs no bounce (layout.rs): so is its copy.
 _ALIGNED_BYTES = 512 << 10
@@ -76,7 +68,7 @@ def snapshot(
         config: Its `max_staging_bytes` limits the memory of all staged states together, its `deadline` the wait for it.
         user: Who needs the copy, in words for those who wait for its memory.
         last: What this rank wrote of a state last time. If `state` has the same structure, only that is copied, and
-            `StagedState.by` says so.
+            `StagedState.assignment` says so.
 
     Raises:
         CheckpointError: If a value cannot be copied, naming it; if the memory is not to be had.
@@ -102,13 +94,12 @@ def snapshot_behind_training(
     Raises:
         CheckpointError: As `snapshot`, unless it happens later: then the future raises it.
     """
-    storages = frozenset(storage for optimizer in optimizers for storage in _storages_of(optimizer))
-    staging = _Staging(state, storages, config, user, last)
+    staging = _Staging(state, storages_of(optimizers), config, user, last)
     future = StagedFuture()
     future.lease = staging.staged.lease
     future.set_running_or_notify_cancel()
     ended = threading.Event()
-    _fence(optimizers, ended)
+    hold_steps(optimizers, ended)
 
     def finish() -> None:
         try:
@@ -124,98 +115,9 @@ def snapshot_behind_training(
     return future
 
 
-# Of DCP's last save in the background: this process's id, and the memory of its state.
-_running: tuple[int, Lease] | None = None
-
-# What DCP calls the threads in which it saves.
-_DCP_THREADS = ("AsyncCheckpointExecutor", "ThreadPoolExecutor")
-
-_LOOK_EVERY_SECONDS = 0.002
-_SAID_AFTER_SECONDS = 0.1
-
-
-def wait_for_turn(*, user: str, deadline_seconds: float) -> None:
-    """Wait until DCP's save in the background before this one has ended.
-
-    Two at a time would mix: their collectives meet on one group, and answers of a process on one pipe.
-
-    Raises:
-        CheckpointError: If it has not ended in time.
-    """
-    started = time.monotonic()
-    said = False
-    while _running is not None and _running[0] == os.getpid() and _is_running(_running[1]):
-        # The thread of a save that has reported its end takes a moment to go.
-        if not said and time.monotonic() - started > _SAID_AFTER_SECONDS:
-            said = True
-            _logger.warning("%s waits for the save before it; torch_strata.async_save would not", user)
-        if time.monotonic() - started > deadline_seconds:
-            raise CheckpointError(f"{user} waited {deadline_seconds:g} s for the save before it")
-        time.sleep(_LOOK_EVERY_SECONDS)
-
-
-def takes_turn(lease: Lease) -> None:
-    """DCP's save in the background of this memory's state begins."""
-    global _running
-    _running = os.getpid(), lease
-
-
-def _is_running(lease: Lease) -> bool:
-    if lease.thread is threading.current_thread():
-        return False  # a callback of that very save
-    if lease.thread is not None:
-        return lease.thread.is_alive()
-    # It has not come to its writer yet, or never did.
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(_DCP_THREADS)]
-    return lease.is_held and bool(threads)
-
-
 def arena_stats() -> ArenaStats:
     """What this process keeps for staging now."""
     return arena().stats()
-
-
-def check_optimizers(value: object) -> tuple[torch.optim.Optimizer, ...]:
-    """`value` as optimizers: one, or several.
-
-    Raises:
-        ConfigError: If it is something else.
-    """
-    optimizers = (value,) if not isinstance(value, list | tuple) else tuple(value)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"overlap: expected optimizers, found a {type(optimizer).__name__}")
-    return optimizers
-
-
-# Hooks before a step, by what they wait for.
-_fences: list[tuple[threading.Event, Any]] = []
-
-
-def _fence(optimizers: Sequence[torch.optim.Optimizer], ended: threading.Event) -> None:
-    """Let no step of `optimizers` begin before `ended` is set."""
-    # A hook cannot remove itself, torch is going through the hooks then: the next save removes those that have passed.
-    for passed in [fence for fence in _fences if fence[0].is_set()]:
-        passed[1].remove()
-        _fences.remove(passed)
-    pid = os.getpid()
-
-    def wait(*_: Any) -> None:
-        # In a forked child nobody copies, and its tensors are its own.
-        if os.getpid() == pid:
-            ended.wait()
-
-    _fences.extend((ended, optimizer.register_step_pre_hook(wait)) for optimizer in optimizers)
-
-
-def _storages_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    return {_local(value).untyped_storage()._cdata for value in tensors if isinstance(value, torch.Tensor)}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Piece:
@@ -254,8 +156,8 @@ class _Staging:
         self._num_bytes = 0
         with gc_paused():
             leaves = Leaves(state)
-            by = last if last is not None and last.is_of(leaves.structure) else None
-            shares: Sequence[Share] = [None] * len(leaves.tensors) if by is None else by.shares
+            assignment = last if last is not None and last.is_of(leaves.structure) else None
+            shares: Sequence[Share] = [None] * len(leaves.tensors) if assignment is None else assignment.shares
             places = list(map(self._place, leaves.local_tensors, shares))
         # Walked once more below, in the same order.
         self._found = zip(leaves.tensors, leaves.local_tensors, places, strict=True)
@@ -278,8 +180,13 @@ class _Staging:
             self._lease.release()  # the error's traceback holds what was staged
             raise
         self._lease.settle()
-        num_bytes = sum(piece.num_bytes for piece in self._pieces) + sum(c.nbytes for c in self._clones.values())
-        self.staged = StagedState(staged, lease=self._lease, outline=leaves.outline(), by=by, num_bytes=num_bytes)
+        self.staged = StagedState(
+            staged,
+            lease=self._lease,
+            outline=leaves.outline(),
+            assignment=assignment,
+            num_bytes=sum(piece.num_bytes for piece in self._pieces) + sum(c.nbytes for c in self._clones.values()),
+        )
 
     def finish(self) -> None:
         """Wait until everything is copied.

@@ -5,7 +5,6 @@ rank has committed; a failed save leaves the checkpoint that was there.
 """
 
 import logging
-import math
 import os
 import threading
 import time
@@ -30,26 +29,23 @@ from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._generation import claimed, generation_of, take_over
 from torch_strata.checkpoint._items import NativeItems
 from torch_strata.checkpoint._lazy_state import PlannedMetadata
+from torch_strata.checkpoint._leftovers import remove_objects, remove_save
 from torch_strata.checkpoint._metadata import DCP_VERSION, promises_of
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
+from torch_strata.checkpoint._optimizers import check_optimizers
 from torch_strata.checkpoint._planner_data import decode_planner_data, encode_planner_data
+from torch_strata.checkpoint._process import forget_dead_process
+from torch_strata.checkpoint._progress import shown, wants_bar
 from torch_strata.checkpoint._safetensors import holds_safetensors
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._stock_pickle import stock_parts
 from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
 from torch_strata.checkpoint._training_group import warn_of_training_group
+from torch_strata.checkpoint._turns import takes_turn, wait_for_turn
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.planning import compact
-from torch_strata.checkpoint.progress import shown, wants_bar
 from torch_strata.checkpoint.save_stats import SaveStats
-from torch_strata.checkpoint.staging import (
-    check_optimizers,
-    forget_dead_process,
-    snapshot,
-    snapshot_behind_training,
-    takes_turn,
-    wait_for_turn,
-)
+from torch_strata.checkpoint.staging import snapshot, snapshot_behind_training
 from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.config import StorageConfig
 from torch_strata.errors import (
@@ -57,8 +53,6 @@ from torch_strata.errors import (
     CheckpointExistsError,
     ConfigError,
     CorruptionError,
-    ObjectNotFoundError,
-    StorageError,
 )
 
 if TYPE_CHECKING:
@@ -269,6 +263,7 @@ class StrataWriter(StorageWriter):
         if base is None:
             raise CheckpointError("finish() was called on a rank that did not prepare a plan")
         records = [result.storage_data for rank_results in results for result in rank_results]
+        cleans_up = False
         try:
             commit = partial(
                 _native.commit,
@@ -285,19 +280,17 @@ class StrataWriter(StorageWriter):
                 generation=self._generation(),
                 run_root=self._run_root_store(),
             )
-        except OverflowError as error:
-            self._discard(_objects_of(records))
+            for rank_results in results:
+                rank_results.clear()  # the records are large, and the commit takes them
+            cleans_up = True  # it removes the objects itself, unless they may be committed
+            done = commit()
+        except (OverflowError, TypeError) as error:  # an argument that Rust cannot hold: nothing was begun
+            self._discard(records)
             raise CheckpointError(f"the planner's metadata cannot be written: {error}") from error
         except Exception:
-            self._discard(_objects_of(records))
+            if not cleans_up:
+                self._discard(records)
             raise
-        for rank_results in results:
-            rank_results.clear()
-        try:
-            done = commit()  # which removes the objects itself, unless they may be committed
-        except (OverflowError, TypeError) as error:  # an argument that Rust cannot hold: nothing was begun
-            self._discard(_objects_of(records))
-            raise CheckpointError(f"the planner's metadata cannot be written: {error}") from error
         self._base = None
         if isinstance(metadata, PlannedMetadata):
             metadata.as_stock = False  # what stock reads is written; DCP sends this one to all ranks
@@ -359,16 +352,8 @@ class StrataWriter(StorageWriter):
         Args:
             within: Time for it: those who wait for the end of a failed save wait no longer than that for its cleaning.
         """
-        ends_at = time.monotonic() + within.total_seconds()
-        store = open_store(self._place, replace(self._config, deadline=min(self._config.deadline, within)))
-        try:
-            names = [name for name, _ in store.list("") if f".{self._save_id}." in name]
-        except ObjectNotFoundError:
-            return  # nothing was ever written there
-        except StorageError as error:
-            _logger.warning("%s: cannot look for objects of a failed save: %s", os.fspath(self._place), error)
-            return
-        self._discard(set(names), store, ends_at)
+        remove_save(self._place, self._save_id, self._config, within=within)
+        self._store().tidy()
 
     def _met(self) -> StoreStats:
         """What the store has gone through since this save began."""
@@ -442,17 +427,9 @@ class StrataWriter(StorageWriter):
         meta = StorageMeta(checkpoint_id=os.fspath(self._place), save_id=save_id)
         return stock_parts(planner_data, meta, version=DCP_VERSION)
 
-    def _discard(self, names: set[str], store: _native.Store | None = None, ends_at: float = math.inf) -> None:
-        """Remove the objects of a save that cannot be committed."""
-        store = store or self._store()
-        for name in sorted(names):
-            if time.monotonic() > ends_at:
-                _logger.warning("%s: no time to remove %s of a failed save", os.fspath(self._place), name)
-                continue
-            try:
-                store.delete(name)
-            except StorageError as error:
-                _logger.warning("%s: cannot remove %s of a failed save: %s", os.fspath(self._place), name, error)
+    def _discard(self, records: Iterable[bytes]) -> None:
+        names = {name for record in records for name, _ in _native.record_objects(record)}
+        remove_objects(self._store(), self._place, names)
         self._store().tidy()
 
     def _note(self, done: _native.CommitStats, seconds: float) -> None:
@@ -481,10 +458,6 @@ class StrataWriter(StorageWriter):
             "%s: committed as number %d: %d objects, %.0f MB of tensors and values, %.2f s for the commit",
             *(os.fspath(self._place), done.number, done.num_objects, done.payload_bytes / 1e6, seconds),
         )
-
-
-def _objects_of(records: Iterable[bytes]) -> set[str]:
-    return {name for record in records for name, _ in _native.record_objects(record)}
 
 
 def _previous_save_id(base: _native.Base) -> str:

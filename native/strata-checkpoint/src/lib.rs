@@ -1,7 +1,8 @@
 //! Checkpoints: the format, and saving, committing and loading them.
 //!
 //! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`], [`share`],
-//! `stock_pickle`. They take values and return values. The rest acts on a [`strata_io::Store`] or on memory. No Python here.
+//! `stock_pickle`. They take values and return values. The rest acts on a [`strata_io::Store`] or on memory. No Python
+//! here.
 
 mod base;
 mod bounce;

@@ -94,9 +94,6 @@ struct Remote {
 /// What a store has throttled past a short deadline is still cleaned up, if it can be within this time.
 const CLEAN_UP: Duration = Duration::from_secs(10);
 
-/// Time for a request that nobody waits for any more to arrive.
-const GRACE: Duration = Duration::from_secs(1);
-
 /// Headers that a request carries besides the crate's.
 type Headers = Vec<(HeaderName, HeaderValue)>;
 

@@ -5,8 +5,8 @@
 //! of the `object_store` crate.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use ::http::{HeaderMap, Method};
 use http_body_util::BodyExt;
 use object_store::client::{HttpClient, HttpRequest, HttpRequestBody};
 use object_store::path::Path;
@@ -15,10 +15,13 @@ use tokio::runtime::Handle;
 use super::answer::Doing;
 use super::http::Signer;
 use super::seen::element;
-use super::{CLEAN_UP, GRACE, Headers, Remote, names};
+use super::{CLEAN_UP, Headers, Remote, names};
 use crate::error::chain;
 use crate::retry::{Cause, Failure, Policy, Retry};
 use crate::{Error, Result};
+
+/// Time for a request that nobody waits for any more to arrive.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// Asks S3 which uploads have begun.
 #[derive(Debug)]
@@ -36,9 +39,7 @@ impl Listing {
     async fn ids(&self, key: &Path) -> object_store::Result<Vec<String>> {
         let uri = format!("{}?uploads=&prefix={}", self.url, encoded(key.as_ref()));
         let mut request = HttpRequest::new(HttpRequestBody::empty());
-        *request.method_mut() = Method::GET;
         *request.uri_mut() = uri.parse().map_err(failed)?;
-        *request.headers_mut() = HeaderMap::new();
         if let Some(signer) = &self.signer {
             signer.sign(&mut request).await?;
         }

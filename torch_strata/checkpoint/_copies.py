@@ -1,7 +1,7 @@
 """Who writes what where ranks have copied no more than what they wrote last time, and a state has changed since.
 
-Decides, does nothing. Ranks that claim anything claim parts of one and the same assignment, that of the save before. So
-a chunk is without a copy only if the rank that wrote it last time holds it no more.
+Decides, does nothing. Ranks that have copied a part only have copied parts of one and the same assignment, that of the
+save before. So a chunk is without a copy only if the rank that wrote it last time holds it no more.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["assigned_by_copies"]
 
 # Rows that a rank has copied of one of its items: the first and their number, or None for all.
-_Copied = dict[int, list[tuple[int, int] | None]]
+_Rows = dict[int, list[tuple[int, int] | None]]
 
 
 def assigned_by_copies(
-    offers: "Offers", holders: "Holders", names: Sequence[str], claims: Sequence["Selection | None"]
+    offers: "Offers", holders: "Holders", names: Sequence[str], copies: Sequence["Selection | None"]
 ) -> tuple[Ints, Ints, Ints]:
     """Offers that are taken up, with the first row and the number of rows that are meant; -1 for all.
 
@@ -30,12 +30,12 @@ def assigned_by_copies(
         offers: All ranks' items.
         holders: Who holds each chunk.
         names: By number.
-        claims: What each rank has copied, by rank; None for everything.
+        copies: What each rank has copied, by rank; None for everything.
 
     Raises:
         CheckpointError: If nobody has copied a chunk, naming it.
     """
-    copied = [None if claim is None else _copied(claim) for claim in claims]
+    copied = [None if copy is None else _rows_of(copy) for copy in copies]
     taken: list[tuple[int, int, int]] = []
     for group in np.split(holders.row, holders.begin[1:]):
         taken += _takers(offers, group.tolist(), names, copied)
@@ -43,15 +43,15 @@ def assigned_by_copies(
     return rows, first, count
 
 
-def _copied(claim: "Selection") -> _Copied:
-    copied: _Copied = {}
-    for place, row in enumerate(claim.rows.tolist()):
-        copied.setdefault(row, []).append(claim.pieces.get(place))
-    return copied
+def _rows_of(copy: "Selection") -> _Rows:
+    rows: _Rows = {}
+    for place, row in enumerate(copy.rows.tolist()):
+        rows.setdefault(row, []).append(copy.pieces.get(place))
+    return rows
 
 
 def _takers(
-    offers: "Offers", group: Sequence[int], names: Sequence[str], copied: Sequence[_Copied | None]
+    offers: "Offers", group: Sequence[int], names: Sequence[str], copied: Sequence[_Rows | None]
 ) -> list[tuple[int, int, int]]:
     """Of one chunk's offers the first that is copied whole, or those whose rows together are the chunk."""
     parts: list[tuple[int, int, int]] = []
