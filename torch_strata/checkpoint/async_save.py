@@ -4,16 +4,19 @@ The order of DCP's own save, with a notice board where DCP gathers and scatters.
 meanwhile, and no rank waits without end.
 """
 
+import hashlib
 import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import Metadata
@@ -32,7 +35,14 @@ from torch_strata.checkpoint.planning import ChosenItems
 from torch_strata.checkpoint.save_planner import StrataSavePlanner
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.writer import StrataWriter
-from torch_strata.errors import CheckpointError, ConfigError, CoordinationError
+from torch_strata.errors import (
+    ConfigError,
+    CoordinationError,
+    CorruptionError,
+    ObjectNotFoundError,
+    PreconditionError,
+    StaleGenerationError,
+)
 
 __all__ = ["async_save"]
 
@@ -40,6 +50,8 @@ _logger = logging.getLogger(__name__)
 
 # Part of `timeout` for removing what a failed save has written; others need some to hear of it, and to stop.
 _CLEANING_SHARE = 4
+
+_TIMEOUT = timedelta(seconds=60)
 
 OnFailure = Literal["raise", "continue"]
 
@@ -52,13 +64,16 @@ def async_save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    timeout: timedelta = timedelta(seconds=60),
+    timeout: timedelta = _TIMEOUT,
     on_failure: OnFailure = "raise",
 ) -> SaveHandle:
     """Save in the background; returns when the state is copied, after which training may change anything.
 
-    Every rank of the group calls it, in the same order. No collective runs, neither here nor in the background: ranks
-    leave word in the store of the group, whatever its backend moves. Saves of a process are done one after another.
+    Every rank of the group calls it, for the same saves in the same order. Calls meet by their place and, if the state
+    has an integer under ``step``, by that: a rank that misses a call fails that save, after `timeout`, and no other.
+    Calls for one place without a ``step`` meet by their number, where one that is missed means a mix. No collective
+    runs, neither here nor in the background: ranks leave word in the store of the group, whatever its backend moves.
+    Saves of a process are done one after another.
     At the end of the interpreter a save in flight is completed first.
 
     With the default planner, a rank that saves a state of the same structure as the time before copies only what it
@@ -67,7 +82,7 @@ def async_save(
 
     Args:
         state_dict: As for ``dcp.save``.
-        checkpoint_id: Place of this checkpoint, unless `storage_writer` has one.
+        checkpoint_id: Place of this checkpoint, and from now on of `storage_writer`; that one's own if not given.
         storage_writer: With what to write; one for `checkpoint_id` if not given.
         planner: A StrataSavePlanner if not given.
         process_group: Ranks that save together; the default group if not given.
@@ -83,14 +98,11 @@ def async_save(
     """
     started = time.monotonic()
     writer = _writer_for(checkpoint_id, storage_writer)
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ConfigError(f"timeout: expected a timedelta above 0, found {timeout!r}")
-    if on_failure not in ("raise", "continue"):
-        raise ConfigError(f"on_failure: expected 'raise' or 'continue', found {on_failure!r}")
     place = writer.checkpoint_id if checkpoint_id is None else checkpoint_id
     process = _process()
     group = process.group(process_group, no_dist=no_dist)
-    board = group.board(timeout)
+    is_usable = isinstance(timeout, timedelta) and timeout > timedelta(0)
+    board = group.board(place, _step_of(state_dict), timeout if is_usable else _TIMEOUT)
     planner = planner or StrataSavePlanner()
     transfer = _native.Transfer()
     part = _Part(
@@ -104,6 +116,10 @@ def async_save(
     )
     process.beats.start(board, part.give_up)
     try:
+        if not is_usable:
+            raise ConfigError(f"timeout: expected a timedelta above 0, found {timeout!r}")
+        if on_failure not in ("raise", "continue"):
+            raise ConfigError(f"on_failure: expected 'raise' or 'continue', found {on_failure!r}")
         process.raise_unseen()
         staged = writer.copy_state(_plain(state_dict), last=group.last_assignment(planner))
     except BaseException as error:
@@ -111,10 +127,18 @@ def async_save(
         part.end_by(error)
         process.beats.stop(board)
         raise
-    future = process.executor.submit(_run, process, part, staged, on_failure)
-    handle = SaveHandle(place, future, transfer, timedelta(seconds=time.monotonic() - started))
-    process.last = handle if on_failure == "raise" else None
-    return handle
+    future = process.executor.submit(_run, process, part, staged)
+    stage_time = timedelta(seconds=time.monotonic() - started)
+    process.last = SaveHandle(place, future, transfer, stage_time, raises=on_failure == "raise")
+    return process.last
+
+
+def _step_of(state: Any) -> int | None:
+    """The step that a state says it is of: by it ranks know each other's calls for one place apart."""
+    step = state.get("step") if isinstance(state, Mapping) else None
+    if isinstance(step, torch.Tensor):
+        return int(step) if step.numel() == 1 and step.device.type == "cpu" and not step.is_floating_point() else None
+    return step if type(step) is int else None
 
 
 def _writer_for(place: str | os.PathLike[str] | None, writer: StrataWriter | None) -> StrataWriter:
@@ -131,9 +155,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
 
 
-def _run(
-    process: "_Process", part: "_Part", staged: StagedState | StagedFuture, on_failure: OnFailure
-) -> SaveStats | None:
+def _run(process: "_Process", part: "_Part", staged: StagedState | StagedFuture) -> SaveStats:
     """The background's part."""
     try:
         return part.save(staged)
@@ -142,8 +164,6 @@ def _run(
         _logger.error("%s: the checkpoint was not saved: %s: %s", place, type(error).__name__, error)
         for note in getattr(error, "__notes__", ()):
             _logger.error("%s: %s", place, note)
-        if on_failure == "continue" and isinstance(error, Exception):
-            return None
         raise
     finally:
         staged.lease.release()  # whoever keeps the planner, or an error's traceback, keeps no memory
@@ -166,6 +186,7 @@ class _Part:
     may_be_committed: bool = False
     has_ended: bool = False
     is_running: bool = False
+    was_given_up: bool = False
     staged_bytes: int = 0
 
     @property
@@ -197,7 +218,8 @@ class _Part:
         return replace(stats, staged_bytes=self.staged_bytes)
 
     def give_up(self) -> None:
-        """Another rank has failed: write no more."""
+        """Another rank has failed, or the store of the group has gone: write no more."""
+        self.was_given_up = True
         self.transfer.cancel()
 
     def end_by(self, error: BaseException) -> BaseException:
@@ -205,8 +227,9 @@ class _Part:
         try:
             failure = self._agreed(error)
         except CoordinationError as lost:
-            error.add_note(str(lost))
-            failure = Failure(self.board.rank, error)
+            if not self.was_given_up:
+                error.add_note(str(lost))
+            failure = Failure(self.board.rank, lost if self.was_given_up else error)
         if self.is_running and not self.may_be_committed:
             self.writer.discard(within=self.board.timeout / _CLEANING_SHARE)
         if failure.rank != self.board.rank:
@@ -230,7 +253,7 @@ class _Part:
         board = self.board
         state = staged.result() if isinstance(staged, StagedFuture) else staged
         self.staged_bytes = state.num_bytes
-        board.post("plan", (os.fspath(self.place), self._local_plan(state)))
+        board.post("plan", self._local_plan(state))
         if self.plans:
             for rank, plan in enumerate(self._global_plan(board.gather("plan"))):
                 board.post("assigned", plan, rank=rank)
@@ -279,20 +302,21 @@ class _Part:
         )
 
     @gc_paused()
-    def _global_plan(self, told: Sequence[tuple[str, SavePlan]]) -> list[SavePlan]:
+    def _global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         while self.group.earlier:  # each rank has ended the saves before, or it would not have come to this one
             self.group.earlier.pop().forget()
-        places, plans = zip(*told, strict=True)
-        for rank, place in enumerate(places):
-            if place != places[0]:
-                raise CheckpointError(f"rank 0 saves to {places[0]}, rank {rank} to {place}: each save has one place")
-        assigned, self.metadata = self.planner.create_global_plan(list(plans))
+        assigned, self.metadata = self.planner.create_global_plan(plans)
         return self.writer.prepare_global_plan(assigned)
 
     def _commit(self, results: list[list[WriteResult]]) -> None:
         assert self.metadata is not None  # `_global_plan` has set it
         self.may_be_committed = True  # what fails from here on `finish` itself cleans up, if it may
-        self.writer.finish(self.metadata, results)
+        try:
+            self.writer.finish(self.metadata, results)
+        except (CorruptionError, ObjectNotFoundError, PreconditionError, StaleGenerationError):
+            # Nothing was published. Each rank removes its own: the planning rank may not see a disk that is not shared.
+            self.may_be_committed = False
+            raise
         try:
             self.board.end(None)
         except CoordinationError as error:
@@ -340,17 +364,30 @@ class _Group:
             # on one rank it is the server.
             self._original = distributed_c10d._get_process_group_store(group)
             self.store = self._original.clone()
-        # Saves that have begun, the same on all ranks.
         self.num_saves = 0
+        # How often each save was called for. Ranks meet by this and not by a count of all calls: one that has missed a
+        # call would meet the others at the wrong saves ever after, and what they save would be a mix.
+        self._calls: Counter[str] = Counter()
         # Boards that are still to be forgotten.
         self.earlier: list[Board] = []
         self.assignment: Assignment | None = None
 
-    def board(self, timeout: timedelta) -> Board:
+    def board(self, place: str | os.PathLike[str], step: int | None, timeout: timedelta) -> Board:
         """For the next save."""
+        call = os.fspath(place) if step is None else f"{os.fspath(place)} at step {step}"
         self.num_saves += 1
-        prefix = f"torch_strata/save/{self.num_saves}"
-        return Board(store=self.store, prefix=prefix, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        self._calls[call] += 1
+        name = hashlib.blake2b(call.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        board = Board(
+            store=self.store,
+            prefix=f"torch_strata/save/{name}/{self._calls[call]}",
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            call=call,
+        )
+        board.announce()
+        return board
 
     def last_assignment(self, planner: SavePlanner) -> Assignment | None:
         """This rank's part in the save before the one that begins, if a rank that knows it need copy no more.

@@ -271,6 +271,8 @@ class _Staging:
         clone = self._clones.get(id(tensor))
         if clone is None:
             source = settled(tensor)
+            if source.layout is not torch.strided:
+                raise CheckpointError(f"its layout is {source.layout}, DCP loads torch.strided only")
             clone = self._clones[id(tensor)] = source.clone() if source.device.type == "cpu" else source.cpu()
             keep_attributes(tensor, clone)
         return clone
