@@ -348,6 +348,7 @@ def test_ranks_that_save_to_two_places_are_told_so(tmp_path):
 
 def miss_a_call(rank: int, place: str, how: str) -> list[Any]:
     """Four saves; at the second one rank 1 makes no call, or one that is refused."""
+    named = {"step": 0} if how == "misses" else {}
     outcomes = []
     for step in range(1, 5):
         dist.barrier()
@@ -358,7 +359,9 @@ def miss_a_call(rank: int, place: str, how: str) -> list[Any]:
             timeout = 5
         path = place if how == "misses" else f"{place}-{step}"
         state = state_of(rank, float(step)) | {"step": step}
-        call = partial(async_save, state, checkpoint_id=path, timeout=timeout)
+        if named:
+            named["step"] = step
+        call = partial(async_save, state, checkpoint_id=path, timeout=timeout, **named)
         outcomes.append((step, ended(lambda call=call: call().result(LONG))))
     return outcomes
 
@@ -371,6 +374,18 @@ def test_a_call_that_a_rank_misses_costs_that_save_and_no_other(tmp_path):
     assert f"rank 1's last call was for {tmp_path / 'c'} at step" in told[0][1][1][1]
     for rank in (0, 1):
         assert values_at(tmp_path / "c", rank)[0] == 4.0 + rank
+
+
+def mix_steps(rank: int, place: str) -> Any:
+    state = {"own": torch.full((10,), float(rank)), "step": 2 + rank}
+    return ended(lambda: async_save(state, checkpoint_id=place, timeout=SHORT).result(LONG))
+
+
+def test_ranks_never_make_one_checkpoint_of_two_steps(tmp_path):
+    for name, message, _, _ in run_ranks(tmp_path, 2, mix_steps, str(tmp_path / "c")):
+        assert name == "CheckpointError"
+        assert "rank 0 step 2, rank 1 step 3 in one save: a rank has missed a call of async_save" in message
+    assert not objects_at(tmp_path)
 
 
 def test_a_call_that_is_refused_on_one_rank_is_told_to_the_others_and_costs_no_other_save(tmp_path):

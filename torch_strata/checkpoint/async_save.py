@@ -10,13 +10,12 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import Metadata
@@ -36,6 +35,7 @@ from torch_strata.checkpoint.save_planner import StrataSavePlanner
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.writer import StrataWriter
 from torch_strata.errors import (
+    CheckpointError,
     ConfigError,
     CoordinationError,
     CorruptionError,
@@ -66,14 +66,14 @@ def async_save(
     no_dist: bool = False,
     timeout: timedelta = _TIMEOUT,
     on_failure: OnFailure = "raise",
+    step: int | None = None,
 ) -> SaveHandle:
     """Save in the background; returns when the state is copied, after which training may change anything.
 
-    Every rank of the group calls it, for the same saves in the same order. Calls meet by their place and, if the state
-    has an integer under ``step``, by that: a rank that misses a call fails that save, after `timeout`, and no other.
-    Calls for one place without a ``step`` meet by their number, where one that is missed means a mix. No collective
-    runs, neither here nor in the background: ranks leave word in the store of the group, whatever its backend moves.
-    Saves of a process are done one after another.
+    Every rank of the group calls it, for the same saves in the same order. Calls meet by their place, by `step`, and
+    where these are the same by their number: with a place or a `step` for each save, a call that a rank misses fails
+    that save, after `timeout`, and no other. No collective runs, neither here nor in the background: ranks leave word
+    in the store of the group, whatever its backend moves. Saves of a process are done one after another.
     At the end of the interpreter a save in flight is completed first.
 
     With the default planner, a rank that saves a state of the same structure as the time before copies only what it
@@ -90,6 +90,8 @@ def async_save(
         timeout: For how long a rank may be silent, and for how long others may go on after one has failed.
         on_failure: Whether a save that failed raises, from `SaveHandle.result` or, if nobody asked, from the next
             call here. With "continue" it is only logged, as every failure is. The previous checkpoint stays.
+        step: Of this save, the same on all ranks, by which saves to one place are told apart. Without it ranks whose
+            states hold different integers under ``step`` refuse to save together.
 
     Raises:
         ConfigError: If an argument cannot be used.
@@ -102,7 +104,7 @@ def async_save(
     process = _process()
     group = process.group(process_group, no_dist=no_dist)
     is_usable = isinstance(timeout, timedelta) and timeout > timedelta(0)
-    board = group.board(place, _step_of(state_dict), timeout if is_usable else _TIMEOUT)
+    board = group.board(place, step, timeout if is_usable else _TIMEOUT)
     planner = planner or StrataSavePlanner()
     transfer = _native.Transfer()
     part = _Part(
@@ -133,12 +135,21 @@ def async_save(
     return process.last
 
 
-def _step_of(state: Any) -> int | None:
-    """The step that a state says it is of: by it ranks know each other's calls for one place apart."""
-    step = state.get("step") if isinstance(state, Mapping) else None
-    if isinstance(step, torch.Tensor):
-        return int(step) if step.numel() == 1 and step.device.type == "cpu" and not step.is_floating_point() else None
+def _step_of(state: Mapping[str, Any]) -> int | None:
+    """The step that a state says it is of."""
+    step = state.get("step")
     return step if type(step) is int else None
+
+
+def _check_steps(steps: Sequence[int | None], call: str) -> None:
+    """Refuse to make one checkpoint of two steps."""
+    known = {step: rank for rank, step in reversed(list(enumerate(steps))) if step is not None}
+    if len(known) > 1:
+        told = ", ".join(f"rank {rank} step {step}" for step, rank in sorted(known.items(), key=lambda pair: pair[1]))
+        raise CheckpointError(
+            f"{call}: {told} in one save: a rank has missed a call of async_save; pass step= so that such a call costs "
+            "one save and not all later ones"
+        )
 
 
 def _writer_for(place: str | os.PathLike[str] | None, writer: StrataWriter | None) -> StrataWriter:
@@ -253,7 +264,7 @@ class _Part:
         board = self.board
         state = staged.result() if isinstance(staged, StagedFuture) else staged
         self.staged_bytes = state.num_bytes
-        board.post("plan", self._local_plan(state))
+        board.post("plan", (_step_of(state), self._local_plan(state)))
         if self.plans:
             for rank, plan in enumerate(self._global_plan(board.gather("plan"))):
                 board.post("assigned", plan, rank=rank)
@@ -302,10 +313,12 @@ class _Part:
         )
 
     @gc_paused()
-    def _global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def _global_plan(self, told: Sequence[tuple[int | None, SavePlan]]) -> list[SavePlan]:
         while self.group.earlier:  # each rank has ended the saves before, or it would not have come to this one
             self.group.earlier.pop().forget()
-        assigned, self.metadata = self.planner.create_global_plan(plans)
+        steps, plans = zip(*told, strict=True)
+        _check_steps(steps, self.board.call)
+        assigned, self.metadata = self.planner.create_global_plan(list(plans))
         return self.writer.prepare_global_plan(assigned)
 
     def _commit(self, results: list[list[WriteResult]]) -> None:
