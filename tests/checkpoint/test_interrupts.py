@@ -49,6 +49,11 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+def hear_ctrl_c() -> None:
+    """As from a terminal: what a shell runs in the background, as some runners of tests do, ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def kinds(error: BaseException) -> set[str]:
     """Its class, and those of what DCP has wrapped in it."""
     inner = [failure[0] for failure in getattr(error, "failures", {}).values()]
@@ -56,6 +61,7 @@ def kinds(error: BaseException) -> set[str]:
 
 
 def interrupted(rank: int, folder: str, url: str, server: str, door: str, how: str) -> Any:
+    hear_ctrl_c()
     there, past = options(door), options(server)
     Path(folder, "pid").write_text(str(os.getpid()))
     seen: set[str] = set()
@@ -111,6 +117,8 @@ class InterruptsItsCopy:
 
 
 def interrupt_staging(rank: int, place: str, how: str) -> Any:
+    hear_ctrl_c()
+
     def of(step: int) -> dict[str, Any]:
         return {"w": torch.full((1 << 20,), float(step)), f"own{rank}": torch.ones(10)}
 
@@ -155,7 +163,8 @@ def test_ctrl_c_in_a_stager_gives_its_memory_back(tmp_path):
 
 
 UNTIL_INTERRUPTED = """
-import sys, time, torch, torch_strata
+import signal, sys, time, torch, torch_strata
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch_strata.async_save({"w": torch.full((2_000_000,), 7.0)}, checkpoint_id=sys.argv[1])
 print("saving", flush=True)
 time.sleep(60)
