@@ -143,13 +143,14 @@ class Bucket:
 
 
 @contextmanager
-def server(args: argparse.Namespace) -> Iterator[str]:
-    """The endpoint of a running server: the one named by the user, or our own for the time of the block."""
+def server(args: argparse.Namespace, *flags: str) -> Iterator[str]:
+    """The endpoint of a running server: the one named by the user, or our own for the time of the block, with flags."""
     if args.endpoint:
         yield args.endpoint
         return
     # It ends when its input is closed, so that it never outlives us.
-    process = subprocess.Popen([str(args.server), "--keep"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [str(args.server), "--keep", *flags]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline().strip()

@@ -5,6 +5,7 @@
     python benchmarks/checkpoint.py small
     python benchmarks/checkpoint.py manifest
     python benchmarks/checkpoint.py s3 --size-gb 4
+    python benchmarks/checkpoint.py troubled --size-gb 1
 
 Prints markdown tables for README.md, which also says how each figure is taken. Needs Linux (mincore, /proc).
 """
@@ -29,6 +30,7 @@ import _memory
 import _raw
 import _s3
 import _state
+import _troubled
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -135,6 +137,13 @@ def _arguments() -> argparse.Namespace:
     s3.add_argument("--endpoint", default=None, help="use this running server instead, for instance http://[::1]:9000")
     s3.add_argument("--bucket", default="bench")
     s3.set_defaults(run=_s3.run)
+    troubled = commands.add_parser("troubled", parents=[common], help="S3 that is late and fails now and then")
+    troubled.add_argument("--server", type=Path, default=Path("target/release/strata-bench-s3"))
+    troubled.add_argument("--bucket", default="bench")
+    troubled.add_argument("--latency-ms", type=int, default=20)
+    troubled.add_argument("--faults", type=float, default=0.01, help="share of the requests that fail (default 0.01)")
+    troubled.add_argument("--busy-above", type=int, default=None, help="requests at a time above which it says 503")
+    troubled.set_defaults(run=_troubled.run, endpoint=None)
     peak = commands.add_parser("peak", parents=[common], help="used by the others: one contender's memory")
     peak.add_argument("--kind", choices=(c.STOCK, c.STRATA, c.CONNECTOR), required=True)
     peak.add_argument("--endpoint", default=None)

@@ -1,11 +1,13 @@
-"""What the planning rank does for many ranks, without them: plans in, one plan out, `.metadata` written, metadata out.
+"""What a planning rank does for many ranks, and what each rank does with the index at load; without the others.
 
     python benchmarks/planning.py --ranks 64 256 1024 --stock-ranks 64 256
 
-Each contender and each number of ranks has a process of its own, whose peak resident memory is taken. A rank's plan is
-that of a transformer with AdamW whose tensors are sharded over all ranks along their first dim: weight, `exp_avg` and
-`exp_avg_sq` of every parameter. It is pickled as DCP's gather pickles it; the time to make and pickle it is not
-counted, nor are the buffers of the gather, nor is writing data. Results are what the writer's ranks report.
+Each contender and each number of ranks has a process of its own for the save and another for the load, whose peak
+resident memory is taken. A rank's plan is that of a transformer with AdamW whose tensors are sharded over all ranks
+along their first dim: weight, `exp_avg` and `exp_avg_sq` of every parameter. It is pickled as DCP's gather pickles it;
+the time to make and pickle it is not counted, nor are the buffers of the gather, nor is writing data. Results are what
+the writer's ranks report; those of torch_strata were written by a process before it, whose objects are then files
+without content. The load is one rank's: the index read, and the plan for its shards.
 """
 
 import argparse
@@ -23,61 +25,112 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 STOCK, STRATA = "stock", "torch_strata"
-_ROWS, _COLUMNS = 8, 1024
+_ROWS, _COLUMNS = 8, 256  # more than travels inside a manifest
 _PARTS = ("weight", "exp_avg", "exp_avg_sq")
+
+_RESULTS = "results"
 
 # The first rank's plan; the others differ in their offsets only.
 _packed: list[Any] = []
 
 
 def main() -> None:
-    """Run every contender in its own process and print a table."""
+    """Run every contender in its own processes and print a table."""
     args = _arguments()
     if args.child:
-        print(json.dumps(run(args.child, args.ranks[0], args.items)))
+        do = {"prepare": prepare, "save": run, "load": load}[args.step]
+        print(json.dumps(do(args.child, args.ranks[0], args.items, Path(args.folder))))
         return
-    columns = ("ranks", "plan, s", "again, s", "index, s", "broadcast, s", "MB a plan", "peak RSS, MB")
-    print(f"| {args.items} items a rank | {' | '.join(columns)} |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    columns = (
+        "plan, s",
+        "again, s",
+        "index, s",
+        "broadcast, s",
+        "MB a plan",
+        "peak RSS, MB",
+        "load, s",
+        "its peak, MB",
+    )
+    print(f"| {args.items} items a rank | ranks | {' | '.join(columns)} |")
+    print("| --- " * (len(columns) + 2) + "|")
     for ranks in args.ranks:
         for kind in [STOCK, STRATA] if ranks in args.stock_ranks else [STRATA]:
-            command = [sys.executable, __file__, "--child", kind, "--ranks", str(ranks), "--items", str(args.items)]
-            answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
-            found = json.loads(answer.stdout.splitlines()[-1])
+            with tempfile.TemporaryDirectory() as folder:
+                child = ["--child", kind, "--ranks", str(ranks), "--items", str(args.items), "--folder", folder]
+                found: dict[str, float] = {}
+                for step in ("prepare", "save", "load"):
+                    command = [sys.executable, __file__, *child, "--step", step]
+                    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1200)
+                    found |= json.loads(answer.stdout.splitlines()[-1])
             print(f"| {kind} | {ranks} | " + " | ".join(f"{value:.3g}" for value in found.values()) + " |", flush=True)
 
 
-def run(kind: str, num_ranks: int, num_items: int) -> dict[str, float]:
-    """Seconds of each step, megabytes of a pickled plan, and the peak above what was there before."""
+def prepare(kind: str, num_ranks: int, num_items: int, folder: Path) -> dict[str, float]:
+    """Write what ranks of torch_strata report, and objects of the right sizes."""
+    if kind == STOCK:
+        return {}
+    from torch_strata import StorageConfig, _native
+    from torch_strata.checkpoint._store import open_store
+
+    store = open_store("memory://prepared", StorageConfig())
+    length, names = _ROWS * _COLUMNS * 4, [name.encode() for name in _names(num_items)]
+    memory = torch.zeros(length + 64 * num_items, dtype=torch.uint8)
+    with (folder / _RESULTS).open("wb") as file:
+        for rank in range(num_ranks):
+            template = ((_ROWS * rank, 0), _native.TENSOR, -1, length, "float32", (_ROWS, _COLUMNS), (_COLUMNS, 1))
+            items = [(name, rank, 0, memory.data_ptr() + 64 * n, memory) for n, name in enumerate(names)]
+            transfer = _native.Transfer()
+            record = _native.write_items(
+                store, items, [template], rank=rank, save_id="0" * 32, parent=None, transfer=transfer
+            )
+            for name, size in _native.record_objects(record):
+                store.delete(name)
+                with (folder / name).open("wb") as data:
+                    data.truncate(size)
+            pickle.dump([WriteResult(MetadataIndex(f"rank {rank}"), length * num_items, record)], file)
+    return {}
+
+
+def run(kind: str, num_ranks: int, num_items: int, folder: Path) -> dict[str, float]:
+    """Seconds of each step of a save, megabytes of a pickled plan, and the peak above what was there before."""
     planner: Any = DefaultSavePlanner()
     if kind == STRATA:
-        from torch_strata import StrataSavePlanner
+        from torch_strata import StrataSavePlanner, StrataWriter
 
-        planner = StrataSavePlanner()
+        planner, writer = StrataSavePlanner(), StrataWriter(folder)
+        writer.set_up_storage_writer(True, rank=0)
+        writer.prepare_local_plan(SavePlan([]))
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    names = [f"model.layers.{i // 27}.part_{i % 27}.{_PARTS[i % 3]}" for i in range(num_items)]
+    names = _names(num_items)
     sizes: list[int] = []
     plan_seconds, (plans, metadata) = _plan(planner, kind, names, num_ranks, sizes)
     again_seconds = plan_seconds
     if kind == STRATA:
         again_seconds, (plans, metadata) = _plan(planner, kind, names, num_ranks, sizes)
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        write = _write_index if kind == STRATA else _write_stock_index
-        write(metadata, _results(kind, plans), Path(folder) / ".metadata")
-        index_seconds = time.perf_counter() - started
+    started = time.perf_counter()
     if kind == STRATA:
-        metadata.as_stock = False
+        with (folder / _RESULTS).open("rb") as file:
+            results = [pickle.load(file) for _ in range(num_ranks)]
+        writer.finish(metadata, results)
+        del results
     else:
+        found = _stock_results(plans)
+        metadata.storage_data = {result.index: result.storage_data for of_rank in found for result in of_rank}
+        with (folder / ".metadata").open("wb") as data:
+            pickle.dump(metadata, data)
         metadata.storage_data = None
+    index_seconds = time.perf_counter() - started
     started = time.perf_counter()
     pickle.loads(pickle.dumps(metadata))
     broadcast_seconds = time.perf_counter() - started
@@ -89,6 +142,37 @@ def run(kind: str, num_ranks: int, num_items: int) -> dict[str, float]:
         "plan_mb": max(sizes) / 1e6,
         "peak_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3,
     }
+
+
+def load(kind: str, num_ranks: int, num_items: int, folder: Path) -> dict[str, float]:
+    """Seconds until one rank has its plan, and the peak above what was there before."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=num_ranks, store=FakeStore())
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    local = torch.zeros(_ROWS, _COLUMNS)
+    state = {name: DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for name in _names(num_items)}
+    reader: Any = FileSystemReader(folder)
+    planner: Any = DefaultLoadPlanner()
+    if kind == STRATA:
+        from torch_strata import StrataLoadPlanner, StrataReader
+
+        reader, planner = StrataReader(folder), StrataLoadPlanner()
+    gc.collect()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, False)
+    reader.set_up_storage_reader(metadata, False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    seconds = time.perf_counter() - started
+    if len(plan.items) != num_items:
+        raise RuntimeError(f"expected {num_items} items to read, found {len(plan.items)}")
+    return {"load": seconds, "load_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3}
+
+
+def _names(num_items: int) -> list[str]:
+    return [f"model.layers.{i // 27}.part_{i % 27}.{_PARTS[i % 3]}" for i in range(num_items)]
 
 
 def _plan(planner: Any, kind: str, names: list[str], num_ranks: int, sizes: list[int]) -> tuple[float, Any]:
@@ -137,38 +221,13 @@ def _properties() -> TensorProperties:
     return properties
 
 
-def _results(kind: str, plans: list[Any]) -> Iterator[Any]:
-    """What each rank reports of its items: WriteResults as the stock writer's, or places as our records hold them."""
+def _stock_results(plans: list[Any]) -> Iterator[Any]:
+    """What each rank of the stock writer reports of its items."""
     length = _ROWS * _COLUMNS * 4
     for rank, plan in enumerate(plans):
-        path = f"__{rank}_0.distcp"
-        if kind == STOCK:
-            infos = (_StorageInfo(path, length * n, length) for n in range(len(plan.items)))
-            results = [WriteResult(item.index, length, info) for item, info in zip(plan.items, infos, strict=True)]
-            yield pickle.loads(pickle.dumps(results))
-        else:
-            names, at = plan.items.offered.columns.shared.names, (_ROWS * rank, 0)
-            yield [(name.encode(), at, rank, path, length * n, length) for n, name in enumerate(names)]
-
-
-def _write_stock_index(metadata: Any, results: Iterator[Any], path: Path) -> None:
-    metadata.storage_data = {result.index: result.storage_data for found in results for result in found}
-    with path.open("wb") as file:
-        pickle.dump(metadata, file)
-
-
-def _write_index(metadata: Any, results: Iterator[Any], path: Path) -> None:
-    from torch_strata.checkpoint._gc import gc_paused
-    from torch_strata.checkpoint._metadata import DCP_VERSION, entries_of
-    from torch_strata.checkpoint._stock_pickle import stock_pickle
-
-    with gc_paused():
-        placed = (place for found in results for place in found)
-        meta = StorageMeta("/", save_id="0" * 32)
-        planned = metadata.planner_data
-        path.write_bytes(
-            stock_pickle(entries_of(metadata), placed, planner_data=planned, storage_meta=meta, version=DCP_VERSION)
-        )
+        infos = (_StorageInfo(f"__{rank}_0.distcp", length * n, length) for n in range(len(plan.items)))
+        results = [WriteResult(item.index, length, info) for item, info in zip(plan.items, infos, strict=True)]
+        yield pickle.loads(pickle.dumps(results))
 
 
 def _arguments() -> argparse.Namespace:
@@ -176,7 +235,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--stock-ranks", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--items", type=int, default=2200)
-    parser.add_argument("--child", choices=(STOCK, STRATA), help="used by itself")
+    for own in ("--child", "--step", "--folder"):
+        parser.add_argument(own, help="used by itself")
     return parser.parse_args()
 
 

@@ -4,6 +4,8 @@
 
 Prints microseconds for each tensor and how many times as fast as stock. Stock's planners are DefaultSavePlanner and
 DefaultLoadPlanner, its writer and reader FileSystemWriter and FileSystemReader with their defaults. Page cache warm.
+Each number of tensors is taken twice: in ``{"model": {...}}``, as trainers save, and as keys of the state itself, of
+each of which ``dcp.save`` logs twice, and ``dcp.load`` asks twice whether it is Stateful, before any planner is called.
 """
 
 import argparse
@@ -30,13 +32,16 @@ def main() -> None:
     print("| tensors of 1 KiB | save, us each | x stock | load, us each | x stock |")
     print("| --- | --- | --- | --- | --- |")
     for num_items in args.items:
-        with tempfile.TemporaryDirectory() as folder:
-            run(num_items, args.rounds, Path(folder))
+        for is_nested in (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                run(num_items, args.rounds, Path(folder), is_nested=is_nested)
 
 
-def run(num_items: int, num_rounds: int, folder: Path) -> None:
+def run(num_items: int, num_rounds: int, folder: Path, *, is_nested: bool) -> None:
     """Time all contenders on one state and print their rows."""
     state = _state.small_state(num_items, 1024)
+    if is_nested:
+        state = {"model": state}
     views = _state.buffers(state)
     ways: dict[str, tuple[Any, Any, Any, Any]] = {
         "stock": (dcp.FileSystemWriter, dcp.FileSystemReader, lambda: None, lambda: None),
@@ -58,7 +63,8 @@ def run(num_items: int, num_rounds: int, folder: Path) -> None:
             seconds = statistics.median(sample.seconds for sample in samples[name])
             stock = statistics.median(sample.seconds for sample in samples["stock"])
             cells += [f"{seconds * 1e6 / num_items:.0f}", f"{stock / seconds:.1f}"]
-        print(f"| {num_items}, {name} | {' | '.join(cells)} |", flush=True)
+        where = "in a model" if is_nested else "as keys"
+        print(f"| {num_items} {where}, {name} | {' | '.join(cells)} |", flush=True)
 
 
 def _save(state: dict[str, Any], place: Path, writer: Any, planner: Any) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch_strata.checkpoint.reader import ReadStats, StrataReader
     from torch_strata.checkpoint.save_planner import StrataSavePlanner
     from torch_strata.checkpoint.save_stats import SaveStats
+    from torch_strata.checkpoint.store_stats import StoreStats
     from torch_strata.checkpoint.verify import VerifyReport, verify
     from torch_strata.checkpoint.writer import StrataWriter
     from torch_strata.config import StorageConfig
@@ -61,6 +62,7 @@ __all__ = [
     "StorageConfig",
     "StorageError",
     "StoragePermissionError",
+    "StoreStats",
     "StrataError",
     "StrataLoadPlanner",
     "StrataReader",
@@ -79,6 +81,7 @@ _HOMES = {
     "SaveProgress": "checkpoint.handle",
     "SaveStats": "checkpoint.save_stats",
     "StorageConfig": "config",
+    "StoreStats": "checkpoint.store_stats",
     "StrataLoadPlanner": "checkpoint.planner",
     "StrataReader": "checkpoint.reader",
     "StrataSavePlanner": "checkpoint.save_planner",

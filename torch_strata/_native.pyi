@@ -8,7 +8,7 @@ pickled value inside an object. A *row* is an item's position in the open checkp
 from collections.abc import Sequence
 from typing import Any, final
 
-from torch_strata._types import TensorEntry
+from torch_strata._types import EntryColumns, StockParts
 
 __all__ = [
     "BYTES",
@@ -33,10 +33,9 @@ __all__ = [
     "memory_file",
     "open_base",
     "populate",
-    "record_bytes",
+    "record_objects",
     "release_ended",
     "start_copy",
-    "stock_entries",
     "write_items",
 ]
 
@@ -84,12 +83,14 @@ class Store:
     def create(self, name: str, size: int) -> Upload:
         """Begin an object of exactly `size` bytes, to be sent in parts. On local stores the name must be new."""
     def delete(self, name: str) -> None: ...
+    def tidy(self) -> None:
+        """Remove empty folders that a failed save leaves: those made here, and the root if there was none before."""
     def counters(self) -> dict[str, int]:
         """Events since the store was opened in this process, that of its siblings included; all 0 for local stores.
 
-        ``retries``: tries after the first of each operation. ``throttled``: answers by which the store asked for fewer
-        requests. ``restarted``: transfers ended because too few bytes moved, and begun again. ``hedged``: second
-        requests for what a first one was slow to bring.
+        ``requests``: requests sent, every try counted. ``retries``: tries after the first of each operation.
+        ``throttled``: answers by which the store asked for fewer requests. ``restarted``: transfers ended because too
+        few bytes moved, and begun again. ``hedged``: second requests for what a first one was slow to bring.
         """
 
 @final
@@ -128,8 +129,8 @@ class Base:
     def ranks(self) -> int | None:
         """How many ranks saved here on their own, if that is the newest state and `open_base` was given a rank."""
 
-def open_base(store: Store, *, rank: int | None) -> Base:
-    """Look at a place before saving to it. `rank`: for a save without collectives, else None."""
+def open_base(store: Store, *, rank: int | None, transfer: Transfer | None = None) -> Base:
+    """Look at a place before saving to it. `rank`: for a save without collectives, else None. `transfer` can end it."""
 
 def claim_generation(run_root: Store, *, owner: str) -> int:
     """Take the next generation of a run root (create-only numbered record). `owner`: this process's nonce."""
@@ -142,27 +143,29 @@ class Transfer:
     def cancel(self) -> None:
         """End it, also before it begins."""
     @property
-    def total_bytes(self) -> int:
-        """Bytes to write; 0 until that is known."""
-    @property
-    def written_bytes(self) -> int:
-        """Bytes that the store has taken."""
+    def progress(self) -> tuple[int, int]:
+        """Bytes that the store has taken, and bytes to write, 0 until that is known."""
 
 def write_items(
     store: Store,
     items: Sequence[
         tuple[
             bytes,  # fqn
-            tuple[int, ...] | None,  # offsets of the chunk; None for BYTES
             int,  # index hint, -1 if none
+            int,  # number of the template
+            int,  # address of the first element (TENSOR), else 0
+            Any,  # what keeps the memory alive (TENSOR), else a contiguous buffer with the bytes
+        ]
+    ],
+    templates: Sequence[
+        tuple[
+            tuple[int, ...] | None,  # offsets of the chunk; None for BYTES
             int,  # kind
             int,  # number of the CUDA device that holds it, -1 for the host
-            int,  # address of the first element (TENSOR), else 0
             int,  # payload bytes (TENSOR), else 0
             str,  # dtype ("float32"), "" for BYTES
             tuple[int, ...],  # shape of what is stored
             tuple[int, ...],  # strides of what is stored; dense in some order
-            Any,  # what keeps the memory alive (TENSOR), else a contiguous buffer with the bytes
         ]
     ],
     *,
@@ -182,13 +185,8 @@ def write_items(
         StorageError: If the store failed.
     """
 
-def record_bytes(record: bytes) -> int:
-    """Bytes that this rank wrote."""
-
-def stock_entries(
-    records: Sequence[bytes],
-) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]:
-    """`(fqn, offsets, index, object, offset, length)` of every item, for `.metadata`'s storage_data."""
+def record_objects(record: bytes) -> list[tuple[str, int]]:
+    """`(name, bytes)` of every object that a rank wrote."""
 
 @final
 class CommitStats:
@@ -203,11 +201,11 @@ class CommitStats:
 def commit(
     store: Store,
     base: Base,
-    records: Sequence[bytes],
-    entries: Sequence[TensorEntry],
+    records: list[bytes],
+    entries: EntryColumns,
     *,
     planner_data: bytes,
-    stock_metadata: bytes,
+    stock: StockParts,
     save_id: str,
     previous_save_id: str,
     rank: int | None,
@@ -219,8 +217,8 @@ def commit(
 
     A failure after the manifest is a warning, except over a foreign `.metadata` without a save_id.
 
-    `planner_data`: opaque to Rust (first byte says the encoding). `previous_save_id`: of the `.metadata` that is there
-    now, "" if none. `generation`: 0 without a run root.
+    `records`: emptied once they have been read. `planner_data`: opaque to Rust (first byte says the encoding).
+    `previous_save_id`: of the `.metadata` that is there now, "" if none. `generation`: 0 without a run root.
 
     Raises:
         CheckpointError: If an item that `entries` promises is in no record, or twice.
@@ -314,6 +312,9 @@ class Checkpoint:
     def stock_metadata(self) -> bytes | None:
         """`.metadata` of a stock checkpoint, to be unpickled by the caller; then call `set_stock_entries`."""
     @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that all reads so far have brought, and bytes that they were to bring."""
+    @property
     def save_id(self) -> str: ...
     @property
     def previous_save_id(self) -> str:
@@ -326,7 +327,9 @@ class Checkpoint:
     def warnings(self) -> list[str]: ...
     @property
     def planner_data(self) -> bytes: ...
-    def entries(self) -> list[TensorEntry]: ...
+    def entries(self) -> EntryColumns: ...
+    def stock_pickle(self, parts: StockParts) -> bytes:
+        """The `.metadata` of what the manifest holds."""
     def items(self) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]: ...
     def objects(self) -> list[tuple[str, int]]: ...
     def set_stock_entries(self, items: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]) -> bool:
@@ -337,10 +340,16 @@ class Checkpoint:
         Raises:
             ManifestError: With `reason`, if there is no manifest, or stock may have saved after it.
         """
-    def rows(self, keys: Sequence[tuple[bytes, tuple[int, ...] | None]]) -> list[int]:
-        """Row of each `(fqn, offsets)`, one for all names of a payload; -1 where nothing is stored under that key."""
-    def describe(self, rows: Sequence[int]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
-        """`(kind, dtype, shape, strides)` as really stored.
+    def locate(
+        self,
+        fqns: Sequence[bytes],
+        places: Sequence[int],
+        offsets: Sequence[tuple[int, ...] | None],
+    ) -> tuple[list[int], list[int], list[tuple[int, str, list[int], list[int]]]]:
+        """Where each name is stored, and what is: rows, numbers, and what these stand for.
+
+        Row of each fqn's chunk at `offsets[place]`, one for all names of a payload; -1 where nothing is stored under
+        that key. A number stands for `(kind, dtype, shape, strides)` as really stored.
 
         Heads and tails of stock items are read first; one that is not a plain tensor is reported as TORCH_SAVE, or as
         BYTES where `.metadata` says so.
@@ -359,10 +368,11 @@ class Checkpoint:
             ]
         ],
         blobs: Sequence[int],
+        whole: Sequence[tuple[int, int, Any]],  # row; address on the host and keeper of a contiguous destination
         *,
         verify: str,  # "inplace" or "before"
     ) -> tuple[list[bytes], ReadStats]:
-        """Read regions of TENSOR rows into memory, and BYTES or TORCH_SAVE rows whole.
+        """Read regions of TENSOR rows into memory, BYTES or TORCH_SAVE rows whole, and TENSOR rows whole.
 
         Every block that is touched is verified. After a CorruptionError the destinations are undefined,
         unless `verify="before"`.

@@ -1,6 +1,8 @@
 """Shapes of what travels between Python and the Rust core. Imports no torch."""
 
-__all__ = ["TensorEntry"]
+from typing import Any
+
+__all__ = ["EntryColumns", "StockParts", "TensorEntry"]
 
 TensorEntry = tuple[
     bytes,  # fqn
@@ -16,3 +18,33 @@ TensorEntry = tuple[
     list[tuple[int, ...]],  # size of each chunk
 ]
 """One entry of state_dict_metadata."""
+
+EntryColumns = tuple[
+    list[bytes],  # fqns, in the order of the state_dict
+    list[
+        tuple[
+            str,  # dtype, "float32"
+            bool,  # requires_grad
+            bool,  # pin_memory
+            int,  # number of torch's _MEM_FORMAT_ENCODING
+            str,  # layout, "strided"
+            bool,  # whether strides are known
+        ]
+    ],  # templates: what many tensors have in common
+    # Integers of 64 bits, or of 32 where they suffice. To Rust as buffers of them, from there as type code, "q" or "i",
+    # and little-endian bytes: the template of each name, -1 for a pickled value; its dims; sizes and strides, dims of
+    # all names one after the other; where each name's chunks begin, and the end of the last; where each chunk's dims
+    # begin, likewise; first element of each chunk, dims of all chunks one after the other; and from Rust their lengths,
+    # likewise.
+    list[Any],
+]
+"""What state_dict_metadata says of every name."""
+
+StockParts = tuple[
+    bytes,  # planner_data as opcodes, without head and stop
+    bytes,  # storage_meta likewise
+    int,  # where the memo goes on
+    str,  # DCP's version of the format
+    bool,  # whether this torch's TensorProperties have strides
+]
+"""What of a `.metadata` only its writer knows."""

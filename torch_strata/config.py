@@ -36,6 +36,7 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "max_tries": int,
     "max_staging_bytes": int,
     "deadline": _seconds,
+    "progress": _flag,
 }
 
 
@@ -57,6 +58,10 @@ class StorageConfig:
         max_staging_bytes: Memory that the staged states of asynchronous saves may take in this process, all together,
             in bytes; a save that finds it in use waits, ``deadline`` at the longest. None: two states at a time,
             whatever their size.
+        progress: Whether rank 0 draws a bar with bytes, rate and time left, on stderr, for a save or load that takes
+            longer than a second. None: where stderr is a terminal and nothing else goes on, so not for asynchronous
+            saves. The loggers of ``torch_strata`` say the same at level INFO, on every rank, at the start, each half
+            minute and at the end.
         storage_options: The store's own settings, such as ``endpoint`` or ``region``.
 
     Raises:
@@ -71,6 +76,7 @@ class StorageConfig:
     max_tries: int = 8
     deadline: timedelta = timedelta(minutes=10)
     max_staging_bytes: int | None = None
+    progress: bool | None = None
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold credentials
 
     def __post_init__(self) -> None:
@@ -83,6 +89,8 @@ class StorageConfig:
         for name in ("fsync", "direct_io"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"StorageConfig.{name}: expected a bool, found {getattr(self, name)!r}")
+        if self.progress is not None and type(self.progress) is not bool:
+            raise ConfigError(f"StorageConfig.progress: expected a bool or None, found {self.progress!r}")
         deadline: object = self.deadline
         if not isinstance(deadline, timedelta) or deadline <= timedelta(0):
             raise ConfigError(f"StorageConfig.deadline: expected a timedelta above 0, found {deadline!r}")

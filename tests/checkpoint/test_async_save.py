@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,50 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_call(tmp_path):
     assert values_at(tmp_path / "c", 0) == [2.0, 2.0, 2.0]
 
 
+def test_with_continue_the_handle_still_tells_of_a_failure(tmp_path):
+    seen: list[Any] = []
+    (tmp_path / "c").write_text("a file in the way")
+    handle = async_save(state_of(0, 1.0), checkpoint_id=tmp_path / "c", on_failure="continue")
+    handle.add_done_callback(lambda ended: seen.append(ended.exception()))
+    assert handle.result() is None and handle.stats is None
+    assert isinstance(handle.exception(), StrataError)
+    assert seen == [handle.exception()]
+
+
+def test_a_forked_child_is_told_that_it_does_not_save(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), StrataWriter.write_data
+
+    def held_up(writer: StrataWriter, *args: Any) -> Any:
+        may_write.wait(60)
+        return write(writer, *args)
+
+    monkeypatch.setattr(StrataWriter, "write_data", held_up)
+    handle = async_save(state_of(0, 1.0), checkpoint_id=tmp_path / "c")
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(7 if ended(lambda: handle.result(SHORT))[0] == "ForkedProcessError" else 1)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    may_write.set()
+    handle.result(LONG)
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_a_timeout_that_is_no_timedelta_is_refused_by_name(tmp_path):
+    handle = async_save(state_of(0, 1.0), checkpoint_id=tmp_path / "c")
+    with pytest.raises(ConfigError, match="timeout: expected a timedelta, found 1"):
+        handle.result(1)  # type: ignore[arg-type]
+    handle.result()
+
+
+def test_a_sparse_tensor_is_refused_by_name(tmp_path):
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (3,))
+    with pytest.raises(CheckpointError, match=r"'q'.*layout is torch.sparse_coo"):
+        async_save({"q": sparse}, checkpoint_id=tmp_path / "c")
+
+
 def test_with_continue_a_failure_is_only_logged(tmp_path, caplog):
     handle = async_save({"bad": Unstorable()}, checkpoint_id=tmp_path / "c", on_failure="continue")
     assert handle.result(LONG) is None
@@ -182,6 +227,16 @@ EXIT_AT_ONCE = """
 import sys, torch, torch_strata
 torch_strata.async_save({"w": torch.full((2_000_000,), 7.0)}, checkpoint_id=sys.argv[1])
 """
+
+
+def test_no_thread_is_left_to_the_end_of_the_interpreter(tmp_path, caplog):
+    # A daemon that is in torch's code then is ended there, and C++ ends the whole process: exit status -6.
+    caplog.set_level(logging.INFO)
+    handle = async_save(state_of(0, 1.0), checkpoint_id=tmp_path / "c")
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("strata-")]
+    assert ours
+    assert not [thread.name for thread in ours if thread.daemon]
+    handle.result()
 
 
 def test_a_save_in_flight_when_the_interpreter_ends_is_completed(tmp_path):
@@ -280,14 +335,79 @@ def test_what_one_rank_fails_at_every_rank_raises_soon(tmp_path, bad, kind):
 
 
 def two_places(rank: int, place: str) -> Any:
-    return ended(lambda: async_save(state_of(rank, 1.0), checkpoint_id=f"{place}{rank}").result(LONG))
+    return ended(lambda: async_save(state_of(rank, 1.0), checkpoint_id=f"{place}{rank}", timeout=SHORT).result(LONG))
 
 
 def test_ranks_that_save_to_two_places_are_told_so(tmp_path):
-    for name, message, _, _ in run_ranks(tmp_path, 2, two_places, str(tmp_path / "c")):
-        assert name == "CheckpointError"
-        assert f"rank 0 saves to {tmp_path / 'c0'}, rank 1 to {tmp_path / 'c1'}" in message
+    for rank, (name, message, _, _) in enumerate(run_ranks(tmp_path, 2, two_places, str(tmp_path / "c"))):
+        assert name == "CoordinatorTimeoutError"
+        own, other = tmp_path / f"c{rank}", tmp_path / f"c{1 - rank}"
+        assert f"did not call async_save for {own}; rank {1 - rank}'s last call was for {other}" in message
     assert not objects_at(tmp_path)
+
+
+def miss_a_call(rank: int, place: str, how: str) -> list[Any]:
+    """Four saves; at the second one rank 1 makes no call, or one that is refused."""
+    named = {"step": 0} if how == "misses" else {}
+    outcomes = []
+    for step in range(1, 5):
+        dist.barrier()
+        timeout: Any = SHORT
+        if rank == 1 and step == 2:
+            if how == "misses":
+                continue
+            timeout = 5
+        path = place if how == "misses" else f"{place}-{step}"
+        state = state_of(rank, float(step)) | {"step": step}
+        if named:
+            named["step"] = step
+        call = partial(async_save, state, checkpoint_id=path, timeout=timeout, **named)
+        outcomes.append((step, ended(lambda call=call: call().result(LONG))))
+    return outcomes
+
+
+def test_a_call_that_a_rank_misses_costs_that_save_and_no_other(tmp_path):
+    told = run_ranks(tmp_path, 2, miss_a_call, str(tmp_path / "c"), "misses")
+    for rank, outcomes in enumerate(told):
+        names = {step: outcome[0] for step, outcome in outcomes}
+        assert names == {1: "", 3: "", 4: ""} | ({2: "CoordinatorTimeoutError"} if rank == 0 else {})
+    assert f"rank 1's last call was for {tmp_path / 'c'} at step" in told[0][1][1][1]
+    for rank in (0, 1):
+        assert values_at(tmp_path / "c", rank)[0] == 4.0 + rank
+
+
+def mix_steps(rank: int, place: str) -> Any:
+    state = {"own": torch.full((10,), float(rank)), "step": 2 + rank}
+    return ended(lambda: async_save(state, checkpoint_id=place, timeout=SHORT).result(LONG))
+
+
+def test_ranks_never_make_one_checkpoint_of_two_steps(tmp_path):
+    for name, message, _, _ in run_ranks(tmp_path, 2, mix_steps, str(tmp_path / "c")):
+        assert name == "CheckpointError"
+        assert "rank 0 step 2, rank 1 step 3 in one save: a rank has missed a call of async_save" in message
+    assert not objects_at(tmp_path)
+
+
+def test_a_call_that_is_refused_on_one_rank_is_told_to_the_others_and_costs_no_other_save(tmp_path):
+    told = run_ranks(tmp_path, 2, miss_a_call, str(tmp_path / "c"), "refused")
+    for outcomes in told:
+        assert {step: outcome[0] for step, outcome in outcomes} == {1: "", 2: "ConfigError", 3: "", 4: ""}
+        assert "timeout: expected a timedelta above 0, found 5" in outcomes[1][1][1]
+    assert values_at(tmp_path / "c-4", 1)[0] == 5.0
+
+
+def save_where_nobody_else_looks(rank: int, place: str) -> Any:
+    folder = Path(f"{place}-{rank}")
+    folder.mkdir()
+    os.chdir(folder)
+    outcome = ended(lambda: async_save(state_of(rank, 1.0), checkpoint_id="here", timeout=SHORT).result(LONG))
+    return outcome, [path.name for path in folder.rglob("*.distcp")]
+
+
+def test_a_disk_that_ranks_do_not_share_is_told_and_holds_nothing_afterwards(tmp_path):
+    for (name, message, _, _), left in run_ranks(tmp_path, 2, save_where_nobody_else_looks, str(tmp_path / "node")):
+        assert name == "ObjectNotFoundError" and "do all ranks share this place?" in message
+        assert not left
 
 
 def lose_a_rank(rank: int, place: str, lost: int, how: str) -> Any:

@@ -8,8 +8,8 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch.distributed.checkpoint import FileSystemWriter
 
-from tests.checkpoint.states import save
-from torch_strata import CheckpointNotFoundError, verify
+from tests.checkpoint.states import failure_of, load, save
+from torch_strata import CheckpointNotFoundError, ConfigError, StorageError, StrataWriter, verify
 from torch_strata.cli import main
 
 STATE = {"w": torch.arange(100_000.0), "opt": {"step": 3}, "new\nline": torch.ones(2, dtype=torch.bfloat16)}
@@ -103,6 +103,36 @@ def test_problems_are_counted_in_words(tmp_path, count, words):
         content[content.index((torch.ones(2000) * (value + 1)).numpy().tobytes())] ^= 1
     path.write_bytes(content)
     assert words in strata("verify", tmp_path / "c").output
+
+
+@pytest.mark.parametrize("make_writer", [StrataWriter, FileSystemWriter])
+def test_what_ranks_saved_on_their_own_is_asked_for_by_rank(tmp_path, make_writer):
+    dcp.save(STATE, storage_writer=make_writer(tmp_path / "c"), no_dist=True, use_collectives=False)
+    done = strata("verify", tmp_path / "c")
+    assert done.exit_code == 2 and CheckpointNotFoundError.__name__ in done.stderr and "--rank 0" in done.stderr
+    assert strata("verify", "--rank", "0", tmp_path / "c").exit_code == 0
+
+
+@pytest.mark.parametrize("below", ["", "step-1"])
+def test_a_file_where_a_checkpoint_is_looked_for_is_named(tmp_path, below):
+    (tmp_path / "file.pt").write_bytes(b"x")
+    place = tmp_path / "file.pt" / below
+    expected = f"expected a directory at {tmp_path / 'file.pt'}, found a file"
+    done = strata("verify", place)
+    assert done.exit_code == 2 and expected in done.stderr
+    for call in (lambda: save(STATE, place), lambda: load(dict(STATE), place)):
+        error = failure_of(call)
+        assert isinstance(error, StorageError) and expected in str(error)
+
+
+def test_a_url_of_a_relative_file_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = strata("verify", "file://run/step-1")
+    assert done.exit_code == 2 and "ConfigError" in done.stderr and 'here "run"; expected file:///' in done.stderr
+    assert isinstance(failure_of(lambda: save(STATE, "file://run/step-1")), ConfigError)
+    assert list(tmp_path.iterdir()) == []
+    save(STATE, f"file://{tmp_path}/c")
+    assert strata("verify", f"file://{tmp_path}/c").exit_code == 0
 
 
 @pytest.mark.parametrize("write", [save, stock_save])

@@ -333,6 +333,21 @@ def test_a_run_claims_one_generation_and_a_newer_claim_ends_its_right(tmp_path):
     assert isinstance(error, StaleGenerationError) and str(root) in str(error)
     assert found(root / "a") == found(root / "a", FileSystemReader) == 1
     assert len(objects(root / "a")) == 1
+    for place in (root / "new", root / "deep" / "new"):
+        assert isinstance(failure_of(lambda place=place: save_value(2.0, place, run_root=root)), StaleGenerationError)
+    assert {path.name for path in root.iterdir()} == {".strata", "a", "b"}
+
+
+def test_a_failed_save_removes_no_folder_that_was_there_or_is_in_use(tmp_path):
+    root = tmp_path / "run"
+    save_value(1.0, root / "a", run_root=root)
+    (root / ".strata" / "generations" / f"{2:020}").write_bytes(b"a newer run")
+    (root / "empty").mkdir()
+    (root / "used").mkdir()
+    (root / "used" / "notes").write_text("mine")
+    for name in ("empty", "used"):
+        failure_of(lambda name=name: save_value(2.0, root / name, run_root=root))
+    assert list((root / "empty").iterdir()) == [] and os.listdir(root / "used") == ["notes"]
 
 
 class LosesAnObject(StrataWriter):

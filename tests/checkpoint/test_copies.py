@@ -85,10 +85,11 @@ def test_a_writer_that_is_sent_to_a_process_again_and_again_saves_each_time(tmp_
 
 def test_a_name_that_is_taken_is_left_alone(tmp_path):
     store = open_store(tmp_path, StorageConfig())
-    item = (b"v", None, -1, _native.BYTES, -1, 0, 0, "", (), (), b"first")
+    template = (None, _native.BYTES, -1, 0, "", (), ())
+    item = (b"v", -1, 0, 0, b"first")
 
     def write() -> None:
-        _native.write_items(store, [item], rank=0, save_id="same", transfer=_native.Transfer())
+        _native.write_items(store, [item], [template], rank=0, save_id="same", parent=None, transfer=_native.Transfer())
 
     write()
     with pytest.raises(PreconditionError):

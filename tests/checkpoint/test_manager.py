@@ -1,6 +1,8 @@
 """CheckpointManager: the right checkpoints are kept, training resumes exactly, and damage is passed over."""
 
 import random
+import shutil
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from torch_strata import StrataReader
+from torch_strata import StorageConfig, StrataReader, _native
+from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.manager import CheckpointManager
 from torch_strata.checkpoint.retention import KeepAny, KeepBest, KeepEverySteps, KeepLast
 from torch_strata.checkpoint.run import CheckpointType
@@ -53,6 +56,10 @@ def assert_is(state: dict[str, Any], step: int) -> None:
 def saved(manager: CheckpointManager, *steps: int, **settings: Any) -> None:
     for step in steps:
         manager.save(state_of(step), step=step, **settings).result(timedelta(seconds=60))
+
+
+def another_process_claims(root: Path) -> None:
+    _native.claim_generation(open_store(root, StorageConfig()), owner="another process")
 
 
 def flip(path: Path) -> None:
@@ -244,24 +251,47 @@ def test_a_step_is_saved_once_and_never_backwards_unless_taken_back(manager: Che
 
 
 def test_a_manager_that_was_replaced_can_commit_and_remove_nothing_more(tmp_path: Path) -> None:
-    old = CheckpointManager(tmp_path / "run", keep_count=1)
-    old.save(b"1", step=1).result()
-    newer = CheckpointManager(tmp_path / "run", keep_count=1)
-    newer.save(b"2", step=2).result()
+    manager = CheckpointManager(tmp_path / "run", keep_count=2)
+    saved(manager, 1, 2)
+    another_process_claims(tmp_path / "run")
     with pytest.raises(StaleGenerationError):
-        old.save(b"3", step=3).result()
-    assert [found.step for found in newer.all()] == [2]
+        manager.save(b"3", step=3).result()
+    with pytest.raises(StaleGenerationError):
+        saved(manager, 4)
+    CheckpointManager(tmp_path / "run", keep_count=1).apply_retention()
+    assert [found.step for found in manager.all()] == [1, 2]
+
+
+def test_managers_of_one_process_are_one_run(tmp_path: Path) -> None:
+    first, second = (CheckpointManager(tmp_path / "run") for _ in range(2))
+    first.save(b"1", step=1).result()
+    saved(second, 2)
+    second.apply_retention()
+    first.save(b"3", step=3).result()
+    saved(first, 4)
+    assert [found.step for found in second.all()] == [1, 2, 3, 4]
+
+
+def test_a_step_that_is_saved_incrementally_over_itself_is_whole(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run")
+    saved(manager, 1)
+    saved(manager, 1, checkpoint_type="incremental", overwrite=True)
+    state = empty_state()
+    manager.load(1, state)
+    assert_is(state, 1)
 
 
 def test_failures_are_passed_over_only_until_the_last_checkpoint_is_too_old(tmp_path: Path) -> None:
-    manager = CheckpointManager(
-        tmp_path / "run", on_failure="continue", max_age=timedelta(milliseconds=1), keep_count=1
-    )
-    manager.save(b"1", step=1)
+    max_age = timedelta(milliseconds=300)
+    manager = CheckpointManager(tmp_path / "run", on_failure="continue", max_age=max_age, keep_count=1)
+    manager.save(b"1", step=1).result()
+    shutil.rmtree(tmp_path / "run")
     (tmp_path / "run").write_text("a file in the way")
+    assert isinstance(manager.save(b"2", step=2).exception(), StorageError)
+    ends_at = time.monotonic() + 20
     with pytest.raises(CheckpointError, match="nothing was committed for"):
-        for step in range(2, 50):
-            manager.save(b"2", step=step).exception()
+        while time.monotonic() < ends_at:
+            manager.save(b"2", step=2).exception()
 
 
 def test_a_store_that_cannot_be_listed_is_an_error_and_not_an_empty_run(tmp_path: Path) -> None:

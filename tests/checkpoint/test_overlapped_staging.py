@@ -11,14 +11,14 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from tests.checkpoint.states import load, same_bits
 from torch_strata import CheckpointError, ConfigError, StrataWriter
-from torch_strata.checkpoint import _arena, staging
+from torch_strata.checkpoint import _arena, _optimizers, staging
 from torch_strata.checkpoint.staging import arena_stats
 
 
 @pytest.fixture(autouse=True)
 def _new_arena(monkeypatch):
     monkeypatch.setattr(_arena, "_arenas", {})
-    monkeypatch.setattr(staging, "_fences", [])
+    monkeypatch.setattr(_optimizers, "_fences", [])
 
 
 class Training:

@@ -5,6 +5,7 @@ import os
 import pickle
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
@@ -277,3 +278,25 @@ def test_a_pickled_writer_keeps_its_options(bucket, monkeypatch):
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     dcp.save(state(), storage_writer=pickle.loads(pickle.dumps(writer)), no_dist=True)
     assert holds(loaded(bucket.url(RUN), storage_options=options(bucket.endpoint)), 1)
+
+
+@pytest.mark.parametrize("by_option", [True, False])
+def test_a_profile_that_is_not_there_is_refused_although_there_are_keys(bucket, tmp_path, monkeypatch, by_option):
+    config = tmp_path / "config"
+    config.write_text("[profile team]\nregion = us-east-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    if not by_option:
+        monkeypatch.setenv("AWS_PROFILE", "tema")
+    given = {"profile": "tema"} if by_option else {}
+    error = failure_of(lambda: save({"w": torch.ones(3)}, bucket.url("run"), storage_options=given))
+    named_by = "the option profile" if by_option else "AWS_PROFILE"
+    assert type(error) is ConfigError
+    assert f'no AWS profile "tema", which {named_by} names, in {config} or ' in str(error)
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    save({"w": torch.ones(3)}, bucket.url("run"))  # with the keys of the environment, as boto3 does
+
+
+def test_a_flag_that_is_neither_on_nor_off_is_refused(bucket):
+    given = {"allow_http": "maybe"}
+    error = failure_of(lambda: save({"w": torch.ones(3)}, bucket.url("run"), storage_options=given))
+    assert type(error) is ConfigError and str(error) == 'allow_http: expected true or false, found "maybe"'

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -23,6 +25,7 @@ from tests.support import run_python
 from torch_strata import CheckpointError, CorruptionError, StorageConfig, StrataReader, verify
 from torch_strata.checkpoint._safetensors import parse_header, parse_index
 from torch_strata.checkpoint._store import open_store
+from torch_strata.cli import main
 from torch_strata.errors import CheckpointNotFoundError, LayoutMismatchError, ManifestError, ObjectNotFoundError
 
 INDEX = "model.safetensors.index.json"
@@ -403,6 +406,29 @@ def test_a_missing_shard_is_named(tmp_path):
     error = failure_of(lambda: load(emptied(state), tmp_path / "c"))
     assert isinstance(error, ObjectNotFoundError)
     assert "model-00002-of-00003.safetensors" in str(error) and INDEX in str(error)
+    assert isinstance(pickle.loads(pickle.dumps(error)), ObjectNotFoundError)  # it goes to the other ranks
+    assert run_verify(tmp_path / "c")[0] == 1  # as a missing object of ours
+
+
+def test_an_index_that_names_nothing_is_refused(tmp_path):
+    state = sharded(tmp_path / "c")
+    write_index(tmp_path / "c", {})
+    error = failure_of(lambda: load(emptied(state), tmp_path / "c"))
+    assert isinstance(error, ManifestError) and f"{INDEX}: the weight_map is empty" in str(error)
+    assert run_verify(tmp_path / "c")[0] == 1
+
+
+def test_files_that_are_not_looked_at_are_named(tmp_path):
+    sharded(tmp_path / "c")
+    save_file({"w": torch.ones(2)}, tmp_path / "c" / "left-over.safetensors")
+    report = verify(tmp_path / "c")
+    assert report.is_sound and report.warnings == (
+        f"left-over.safetensors was not looked at: {INDEX} does not name it",
+    )
+    assert run_verify(tmp_path / "c") == (0, f"warning: {report.warnings[0]}\n")
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        save_file({"w": torch.ones(2)}, tmp_path / name)
+    assert "consolidated.safetensors was not looked at" in verify(tmp_path).warnings[0]
 
 
 def test_a_tensor_in_two_files_needs_an_index(tmp_path):
@@ -411,6 +437,12 @@ def test_a_tensor_in_two_files_needs_an_index(tmp_path):
     error = failure_of(lambda: load({"w": torch.zeros(2)}, tmp_path))
     assert isinstance(error, ManifestError)
     assert all(word in str(error) for word in ("'w'", "a.safetensors", "b.safetensors"))
+
+
+def run_verify(place):
+    """Exit status of the command, and what it says beside its findings."""
+    done = CliRunner().invoke(main, ["verify", str(place)])
+    return done.exit_code, done.stderr
 
 
 LOOK = """

@@ -48,6 +48,7 @@ PURE_MODULES = {
     "strata-coordinator": {"state", "membership", "barrier", "assignment", "recovery"},
 }
 IMPURE = re.compile(r"\b(async fn|\.await|tokio::|std::net|std::fs|Instant::now|SystemTime|rand::|std::env|dyn Store)")
+USES_NEIGHBOURS = re.compile(r"\bsuper::(\w+|\{[^;]*\})")
 TEST_CODE = re.compile(r"^#\[cfg\(test\)\]", re.MULTILINE)
 ALLOWS_UNSAFE = re.compile(r"\b(?:allow|expect)\(\s*unsafe_code")
 
@@ -123,6 +124,25 @@ def test_modules_that_decide_read_no_clock_and_open_nothing() -> None:
         for found in IMPURE.finditer(without_comments(TEST_CODE.split(path.read_text())[0]))
     ]
     assert offences == []
+
+
+def test_neighbours_in_a_folder_of_a_crate_use_each_other_one_way() -> None:
+    uses: dict[Path, set[Path]] = {}
+    for path in rust_files():
+        used = USES_NEIGHBOURS.findall(without_comments(TEST_CODE.split(path.read_text())[0]))
+        names = {name for words in used for name in re.findall(r"\w+", words)}
+        uses[path] = {neighbour for name in names if (neighbour := path.with_name(f"{name}.rs")).exists()}
+    assert circles(uses) == []
+
+
+def circles(uses: dict[Path, set[Path]]) -> list[Path]:
+    """Files from which a way leads back to themselves."""
+    reached = {path: set(direct) for path, direct in uses.items()}
+    for middle in uses:
+        for path in uses:
+            if middle in reached[path]:
+                reached[path] |= reached[middle]
+    return [path for path in uses if path in reached[path]]
 
 
 def python_files() -> list[Path]:

@@ -48,3 +48,28 @@ def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> No
         "print(torch_strata._native.__file__)"
     )
     assert run_python(code, str(tmp_path), cwd=tmp_path).strip() == str(tmp_path / "torch_strata/_native.abi3.so")
+
+
+ENTRY_POINTS = """
+import importlib.metadata, sys, tomllib
+sys.path.insert(0, sys.argv[1])
+(wheel,) = importlib.metadata.distributions(name="torch-strata", path=[sys.argv[1]])
+project = tomllib.loads(open(sys.argv[2]).read())["project"]
+promised = {("console_scripts", name): value for name, value in project["scripts"].items()}
+for group, points in project["entry-points"].items():
+    promised |= {(group, name): value for name, value in points.items()}
+assert {(point.group, point.name): point.value for point in wheel.entry_points} == promised
+import fsspec
+for point in wheel.entry_points:
+    found = point.load()
+    if point.group == "fsspec.specs":
+        assert fsspec.get_filesystem_class(point.name) is found, point.name
+    module = sys.modules[found.__module__] if point.group == "fsspec.specs" else sys.modules["torch_strata.cli"]
+    print(module.__file__)
+"""
+
+
+def test_what_the_wheel_promises_to_others_is_found_where_only_the_wheel_is(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    files = run_python(ENTRY_POINTS, str(tmp_path), str(REPOSITORY / "pyproject.toml"), cwd=tmp_path).split()
+    assert len(files) >= 6 and all(Path(file).is_relative_to(tmp_path) for file in files)

@@ -56,6 +56,7 @@ class Board:
         rank: This rank in the group.
         world_size: Number of ranks in the group.
         timeout: Time for which a rank may be silent.
+        call: What is saved, in words.
     """
 
     store: dist.Store
@@ -63,6 +64,15 @@ class Board:
     rank: int
     world_size: int
     timeout: timedelta
+    call: str
+
+    def announce(self) -> None:
+        """Say that this rank has come to this save, for those who wait for it at another one.
+
+        Raises:
+            CoordinationError: If the store cannot be reached.
+        """
+        self._reach(lambda: self.store.set(_call_key(self.rank), self.call))
 
     def post(self, what: str, value: Any, *, rank: int | None = None) -> None:
         """Say `what` as this rank, or leave it for `rank`. Returns at once.
@@ -188,16 +198,28 @@ class Board:
     def _not_heard_of(self, silent: Sequence[int]) -> CoordinatorTimeoutError:
         ranks = ", ".join(map(str, silent[:10])) + (", …" if len(silent) > 10 else "")
         of = f"{len(silent)} of {self.world_size} ranks"
+        elsewhere = "".join(f"; rank {rank}'s last call was for {call}" for rank, call in self._last_calls(silent[:10]))
         return CoordinatorTimeoutError(
             f"{of} have not been heard of for {self.timeout.total_seconds():g} s: {ranks}; they died, hang, "
-            "or did not call async_save"
+            f"or did not call async_save for {self.call}{elsewhere}"
         )
+
+    def _last_calls(self, ranks: Sequence[int]) -> list[tuple[int, str]]:
+        said = [rank for rank in ranks if self._reach(partial(self.store.check, [_call_key(rank)]))]
+        return [(rank, self._reach(partial(self.store.get, _call_key(rank))).decode()) for rank in said]
 
     def _reach(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except RuntimeError as error:  # of which torch's store errors are kinds
-            raise CoordinationError(f"the store of the process group cannot be reached: {error}") from error
+            raise CoordinationError(
+                f"the store of the process group cannot be reached, as when the rank that keeps it, most often rank 0, "
+                f"has died: {error}"
+            ) from error
+
+
+def _call_key(rank: int) -> str:
+    return f"torch_strata/last_call/{rank}"
 
 
 class _Pulse:
@@ -247,8 +269,8 @@ class Beats:
         with self._lock:
             self._boards[board] = on_failure
             if self._thread is None:
-                # A daemon: a save in flight keeps the process, and with it this thread.
-                self._thread = threading.Thread(target=self._run, name="strata-beats", daemon=True)
+                # No daemon: what Python leaves behind in torch's code when it ends brings the process down with it.
+                self._thread = threading.Thread(target=self._run, name="strata-beats")
                 self._thread.start()
         self._changed.set()
 

@@ -26,6 +26,7 @@ __all__ = [
     "Builder",
     "Columns",
     "Ints",
+    "Shared",
     "Template",
     "forget_unpacked",
     "pack_ints",
@@ -91,7 +92,7 @@ def _template(dtype: str, layout: str, *rest: Any) -> Template:
 
 
 @dataclass(frozen=True, eq=False)
-class _Shared:
+class Shared:
     """What ranks that hold shards of the same tensors have in common: unpacked once for all of them."""
 
     names: tuple[str, ...]
@@ -107,14 +108,14 @@ class Columns:
     """Items of one rank, in the order of its plan.
 
     Attributes:
-        shared: Names, kinds (`TENSOR`, `SHARD`, `BYTES`), dims, templates and whole sizes; see `_Shared`.
+        shared: Names, kinds (`TENSOR`, `SHARD`, `BYTES`), dims, templates and whole sizes; see `Shared`.
         hints: DCP's index hint of each item, -1 for none; shape ``(items,)``.
         offsets: First element of each item's chunk in the whole tensor, dims of all items one after the other.
         lengths: Shape of each chunk, likewise.
         strides: Strides of the tensor that holds the chunk, likewise; 0 where not known.
     """
 
-    shared: _Shared
+    shared: Shared
     hints: Ints
     offsets: Ints
     lengths: Ints
@@ -184,7 +185,7 @@ class Columns:
             lengths[begins[place]] = count
         names = tuple(map(shared.names.__getitem__, rows.tolist()))
         kinds = np.where(shards, SHARD, shared.kinds[rows])
-        chosen = _Shared(names, kinds, ndims, shared.templates[rows], shared.table, shared.sizes[dims])
+        chosen = Shared(names, kinds, ndims, shared.templates[rows], shared.table, shared.sizes[dims])
         return Columns(chosen, hints, offsets, lengths, self.strides[dims])
 
     @functools.cached_property
@@ -220,10 +221,10 @@ def unpack(common: bytes, own: bytes) -> Columns:
 
 # Ranks of a pipeline's stages differ; those of one stage do not.
 @functools.lru_cache(maxsize=64)
-def _unpack_shared(common: bytes) -> _Shared:
+def _unpack_shared(common: bytes) -> Shared:
     names, table, numbers = pickle.loads(zlib.decompress(common))
     kinds, ndims, templates, sizes = _widened(numbers)
-    return _Shared(tuple(names), kinds, ndims, templates, tuple(_template(*fields) for fields in table), sizes)
+    return Shared(tuple(names), kinds, ndims, templates, tuple(_template(*fields) for fields in table), sizes)
 
 
 def forget_unpacked() -> None:
@@ -358,5 +359,5 @@ class Builder:
             np.array(dims, dtype=np.int64) for dims in (self._sizes, self._strides, self._offsets, self._lengths)
         )
         table = tuple(Template(*fields) for fields in self._numbers)
-        shared = _Shared(tuple(self._names), kinds, ndims, templates, table, sizes)
+        shared = Shared(tuple(self._names), kinds, ndims, templates, table, sizes)
         return Columns(shared, hints, offsets, lengths, strides)

@@ -1,10 +1,13 @@
 """A checkpoint's `state_dict_metadata` as arrays, whose objects are made when somebody looks at them."""
 
-from collections.abc import Iterator, MutableMapping
+import functools
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -15,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_strata.checkpoint._columns import Columns, Ints, Template, pack_ints, unpack_ints
 
-__all__ = ["Chunks", "LazyState", "PlannedMetadata"]
+__all__ = ["Chunks", "LazyState", "PlannedMetadata", "StoredIndex"]
 
 Stored = TensorStorageMetadata | BytesStorageMetadata
 
@@ -55,6 +58,36 @@ class Chunks:
             return None
         dims = slice(self.columns.first_dims[row], self.columns.first_dims[row + 1])
         return shared.table[template], tuple(shared.sizes[dims].tolist()), tuple(self.columns.strides[dims].tolist())
+
+    @functools.cached_property
+    def whole(self) -> npt.NDArray[np.bool_]:
+        """Whether each name is a tensor with elements that one chunk holds; shape ``(names,)``."""
+        shared, first = self.columns.shared, self.first
+        found: npt.NDArray[np.bool_] = (shared.templates >= 0) & (np.diff(first) == 1)
+        rows = np.flatnonzero(found)
+        found[rows] = np.diff(self.begin)[first[rows]] == shared.ndims[rows]
+        rows = np.flatnonzero(found)
+        ndims = shared.ndims[rows]
+        each = np.arange(int(ndims.sum())) - np.repeat(np.cumsum(ndims) - ndims, ndims)
+        of_size = np.repeat(np.array(self.columns.first_dims)[rows], ndims) + each
+        of_chunk = np.repeat(self.begin[first[rows]], ndims) + each
+        sizes = shared.sizes[of_size]
+        wrong = (self.offsets[of_chunk] != 0) | (self.lengths[of_chunk] != sizes) | (sizes <= 0)
+        found[np.repeat(rows, ndims)[wrong]] = False
+        return found
+
+    def position(self, row: int, offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
+        """Which of a name's chunks lies there, if one does."""
+        begin = self.begin[self.first[row] : self.first[row + 1] + 1]
+        dims = len(offsets)
+        if (np.diff(begin) != dims).any():
+            return None
+        if not dims:
+            return 0 if len(begin) > 1 else None
+        there = self.offsets[begin[0] : begin[-1]].reshape(-1, dims) == np.array(offsets)
+        same = self.lengths[begin[0] : begin[-1]].reshape(-1, dims) == np.array(lengths)
+        found = np.flatnonzero((there & same).all(axis=1))
+        return int(found[0]) if len(found) else None
 
 
 class LazyState(MutableMapping[str, Stored]):
@@ -124,6 +157,47 @@ class LazyState(MutableMapping[str, Stored]):
 
 def _unpacked(columns: Columns, packed: bytes) -> LazyState:
     return LazyState(Chunks(columns, *unpack_ints(packed)))
+
+
+class StoredIndex:
+    """Answers about ``state_dict_metadata`` that make no object, where it is a `LazyState` that nobody has touched."""
+
+    def __init__(self, stored: Mapping[str, Any]) -> None:
+        self.stored = stored
+        self._chunks = stored.untouched if isinstance(stored, LazyState) else None
+        self._rows: Mapping[str, int] = {}
+        if self._chunks is not None:
+            shared = self._chunks.columns.shared
+            self._rows = {fqn: row for row, fqn in enumerate(shared.names)}
+            self._dtypes = [template.dtype for template in shared.table]
+            self._templates = shared.templates.tolist()
+            self._whole = self._chunks.whole.tolist()
+            self._first, self._sizes = self._chunks.columns.first_dims, shared.sizes.tolist()
+
+    def is_whole(self, fqn: str, dtype: torch.dtype, size: torch.Size) -> bool:
+        """Whether one chunk is known to hold all of a tensor of this dtype and size, which has elements."""
+        row = self._rows.get(fqn)
+        if row is None or not self._whole[row]:
+            return False
+        is_same = self._dtypes[self._templates[row]] == dtype
+        return is_same and tuple(self._sizes[self._first[row] : self._first[row + 1]]) == size
+
+    def described(self, fqn: str) -> tuple[bool, torch.dtype | None, tuple[int, ...]]:
+        """Whether it is a tensor; its dtype and size."""
+        if self._chunks is not None:
+            found = self._chunks.described(self._rows[fqn])
+            return (False, None, ()) if found is None else (True, found[0].dtype, found[1])
+        stored = self.stored[fqn]
+        if not isinstance(stored, TensorStorageMetadata):
+            return False, None, ()
+        return True, stored.properties.dtype, stored.size
+
+    def position(self, fqn: str, chunk: ChunkStorageMetadata) -> int | None:
+        """Which of a tensor's chunks `chunk` is."""
+        if self._chunks is not None:
+            return self._chunks.position(self._rows[fqn], chunk.offsets, chunk.sizes)
+        chunks = self.stored[fqn].chunks
+        return chunks.index(chunk) if chunk in chunks else None
 
 
 class PlannedMetadata(Metadata):

@@ -1,10 +1,8 @@
 """One rank's part of a load: everything is resolved and compared before the first byte of a destination changes."""
 
 import io
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.tensor import DTensor
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import Exchange, Lent, Region
@@ -22,19 +19,16 @@ from torch_strata.checkpoint._metadata import dtype_of, encode_fqn
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._part import Part, bump_versions, copy_into, lent, place_of, takes_bytes
 from torch_strata.checkpoint._payload import Trusted, load_tensor, load_value
-from torch_strata.checkpoint._tensors import (
-    PLAIN_TYPES,
-    device_number,
-    is_reachable,
-    overlaps_itself,
-    settled,
-    wait_for_kernels,
-)
+from torch_strata.checkpoint._reads import CompactReads, PlannedReads, whole_read
+from torch_strata.checkpoint._resolve import check_framed, check_value, finds_plainly, guarded, resolve_parts
+from torch_strata.checkpoint._shortcuts import keeps_methods
+from torch_strata.checkpoint._tensors import PLAIN_TYPES, device_number, is_reachable, wait_for_kernels
 from torch_strata.checkpoint._together import separated, share_blobs, share_regions
 from torch_strata.checkpoint.planner import StrataLoadPlanner
-from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError, StrataError
+from torch_strata.checkpoint.store_stats import StoreStats
+from torch_strata.errors import CheckpointError, CorruptionError
 
-__all__ = ["LoadSettings", "ReadStats", "check_coverage", "load_plan"]
+__all__ = ["LoadSettings", "ReadStats", "load_plan"]
 
 # These would only call torch.load on the payload again: the value that was loaded safely takes its place.
 _KNOWN_LOAD_BYTES = (DefaultLoadPlanner.load_bytes, StrataLoadPlanner.load_bytes)
@@ -61,6 +55,7 @@ class ReadStats:
         requests: Reads sent to the store.
         bytes_received: Bytes that another rank of the group has read and handed on.
         seconds: Time from plan to the last committed tensor, in seconds.
+        store: What the store went through, the metadata's reading included.
     """
 
     bytes_read: int = 0
@@ -69,6 +64,7 @@ class ReadStats:
     requests: int = 0
     bytes_received: int = 0
     seconds: float = 0.0
+    store: StoreStats = field(default_factory=StoreStats)
 
     def plus(self, more: _native.ReadStats) -> "ReadStats":
         """The sum of both."""
@@ -94,190 +90,104 @@ def load_plan(
         ObjectNotFoundError: If an object is missing.
         CoordinationError: If a rank of the exchange has died or is too late.
     """
-    parts = _locate(opened, plan.items)
+    items: Sequence[ReadItem] = plan.items
+    whole = _Whole()
+    if exchange is None and isinstance(items, PlannedReads) and finds_plainly(planner):
+        items = whole.take(opened, items, planner)
+    parts = _locate(opened, items)
     values = [part for part in parts if part.item.type is LoadItemType.BYTE_IO]
     tensors = [part for part in parts if part.item.type is not LoadItemType.BYTE_IO]
     for part in values:
-        _check_value(opened, part, planner)
-    resolve = _resolver(planner)
-    for part in tensors:
-        _resolve(opened, part, resolve, settings)
+        check_value(opened, part, planner)
+    resolve_parts(opened, tensors, planner, allow_dtype_cast=settings.allow_dtype_cast)
     framed = [part for part in tensors if part.is_blob]
     regions = [part for part in tensors if not part.is_blob]
     wait_for_kernels(device_number(part.target) for part in regions if is_reachable(part.target))
     if exchange is None:
-        stats = _read_regions(opened, regions, settings, _read_blobs(opened, parts, settings))
+        stats = _read_regions(opened, regions, settings, _read_blobs(opened, parts, settings), whole)
     else:
         stats = _read_together(opened, [part for part in parts if part.is_blob], regions, settings, exchange)
     for part in framed:
         copy_into(part.target, part.value)
-    if getattr(planner.commit_tensor, "__func__", None) is not DefaultLoadPlanner.commit_tensor:  # which does nothing
+    if not keeps_methods(planner, DefaultLoadPlanner, "commit_tensor"):  # which does nothing
         for part in tensors:
-            _guarded(part, lambda part=part: planner.commit_tensor(part.item, part.target))
+            guarded(part, planner.commit_tensor, part.item, part.target)
     for part in values:
-        _guarded(part, lambda part=part: _set_value(planner, part))
+        guarded(part, _set_value, planner, part)
     return stats
 
 
-def check_coverage(opened: Opened, plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Whether what one rank saved on its own fills every destination; of whole checkpoints the chunks tile each tensor.
+class _Whole:
+    """Tensors of the host that take all that is stored under a name, as it lies there."""
 
-    Only of DCP's own planners, which show their state.
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int, torch.Tensor]] = []  # row, address, target
+        self.rows: dict[int, int] = {}  # by address: the first of them is read, the others see what it got
 
-    Raises:
-        LayoutMismatchError: If a part of a destination would keep its values.
-    """
-    if not isinstance(planner, DefaultLoadPlanner) or planner.metadata is None:
-        return
-    filled: Counter[str] = Counter()
-    for item in plan.items:
-        filled[item.dest_index.fqn] += math.prod(item.lengths)
-    for fqn, value in planner.state_dict.items():
-        if not isinstance(value, torch.Tensor) or fqn not in planner.metadata.state_dict_metadata:
-            continue
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if filled[fqn] < local.numel():
-            raise LayoutMismatchError(
-                f"{opened.where}: {fqn!r}: of {local.numel()} elements to load this rank saved {filled[fqn]}; ranks "
-                "that saved on their own (use_collectives=False) have only their own parts"
-            )
+    def take(self, opened: Opened, items: PlannedReads, planner: DefaultLoadPlanner) -> Sequence[ReadItem]:
+        """Take those that are, without an object for each; the other items.
+
+        Raises:
+            CorruptionError: If nothing is stored under a name.
+        """
+        fqns = [fqn for fqn, _ in items.whole]
+        starts: dict[int, int] = {}
+        places = [starts.setdefault(len(size), len(starts)) for _, size in items.whole]
+        rows, numbers, table = _located(opened, fqns, places, [(0,) * dims for dims in starts])
+        described = [
+            (dtype_of(dtype), tuple(shape)) if kind == _native.TENSOR else None for kind, dtype, shape, _ in table
+        ]
+        left = CompactReads()
+        state = planner.state_dict
+        for (fqn, size), row, number in zip(items.whole, rows, numbers, strict=True):
+            found = state[fqn]
+            stored = described[number]
+            is_plain = stored is not None and type(found) in PLAIN_TYPES and found.layout is torch.strided
+            if not is_plain or stored != (found.dtype, found.shape) or size != found.shape or not self.add(row, found):
+                left.append(whole_read(fqn, size))
+        left += items.others
+        return left
+
+    def add(self, row: int, target: torch.Tensor) -> bool:
+        """Take a strided tensor of the stored dtype and shape, if Rust may fill it as it lies."""
+        if not target.is_cpu or not target.is_contiguous() or target.is_conj() or target.is_neg():
+            return False
+        address = target.data_ptr()
+        if not address or self.rows.setdefault(address, row) != row:
+            return False
+        self.places.append((row, address, target))
+        return True
 
 
 def _locate(opened: Opened, items: Sequence[ReadItem]) -> list[Part]:
-    keys = [_key(item) for item in items]
-    rows = opened.native.rows(keys)
-    for row, (fqn, offsets) in zip(rows, keys, strict=True):
-        if row < 0:
-            at = "" if offsets is None else f" at {offsets}"
-            raise CorruptionError(f"{opened.where}: no object holds {fqn.decode('utf-8', 'replace')!r}{at}")
-    described = opened.native.describe(rows)
-    return [
-        Part(item, row, kind, dtype, tuple(shape), tuple(strides), opened.transforms.get(key, ()))
-        for item, key, row, (kind, dtype, shape, strides) in zip(items, keys, rows, described, strict=True)
-    ]
+    numbers: dict[tuple[int, ...] | None, int] = {}
+    indices = [item.storage_index for item in items]
+    places = [numbers.setdefault(index.offset, len(numbers)) for index in indices]
+    offsets = [None if offset is None else tuple(offset) for offset in numbers]
+    rows, described, table = _located(opened, [index.fqn for index in indices], places, offsets)
+    known = [(kind, dtype, tuple(shape), tuple(strides)) for kind, dtype, shape, strides in table]
+    parts = [Part(item, row, *known[number]) for item, row, number in zip(items, rows, described, strict=True)]
+    if opened.transforms:
+        for part, index, place in zip(parts, indices, places, strict=True):
+            part.transforms = opened.transforms.get((encode_fqn(index.fqn), offsets[place]), ())
+    return parts
 
 
-def _key(item: ReadItem) -> tuple[bytes, tuple[int, ...] | None]:
-    index = item.storage_index
-    return encode_fqn(index.fqn), None if index.offset is None else tuple(index.offset)
+def _located(
+    opened: Opened, fqns: Sequence[str], places: Sequence[int], offsets: Sequence[tuple[int, ...] | None]
+) -> tuple[list[int], list[int], list[tuple[int, str, list[int], list[int]]]]:
+    """As `_native.Checkpoint.locate`.
 
-
-def _check_value(opened: Opened, part: Part, planner: LoadPlanner) -> None:
-    """A value replaces its destination unseen; DCP's own planners let us look at it before."""
-    if part.kind != _native.BYTES and not part.transforms:
-        raise CorruptionError(f"{opened.where}: {part.fqn!r}: the index says a pickled value, a tensor is stored")
-    if isinstance(planner, DefaultLoadPlanner):
-        template = planner.state_dict.get(part.item.dest_index.fqn)
-        if isinstance(template, torch.Tensor):
-            raise LayoutMismatchError(
-                f"{opened.where}: {part.fqn!r} is stored as a pickled value, the state to load into holds a tensor "
-                f"of {template.dtype} {tuple(template.shape)}"
-            )
-
-
-def _resolver(planner: LoadPlanner) -> Callable[[ReadItem], Any]:
-    """`planner.resolve_tensor`; where that is DCP's own, a tensor that nothing shards is found without a search.
-
-    DCP asks of each object whether it implements a protocol, which takes longer than all that a load does with it.
+    Raises:
+        CorruptionError: If nothing is stored under a name.
     """
-    if not isinstance(planner, DefaultLoadPlanner):
-        return planner.resolve_tensor
-    own = [getattr(method, "__func__", None) for method in (planner.resolve_tensor, planner.lookup_tensor)]
-    if own != [DefaultLoadPlanner.resolve_tensor, DefaultLoadPlanner.lookup_tensor]:
-        return planner.resolve_tensor
-
-    transforms = getattr(planner.transform_tensor, "__func__", None) is not DefaultLoadPlanner.transform_tensor
-
-    def resolve(item: ReadItem) -> Any:
-        index = item.dest_index
-        found = planner.state_dict.get(index.fqn)
-        # An attribute could make a plain tensor one that DCP asks for its shards.
-        if not isinstance(found, torch.Tensor) or type(found) not in PLAIN_TYPES or vars(found):
-            return planner.resolve_tensor(item)
-        if index.offset is None or any(index.offset) or len(index.offset) != found.dim():
-            return planner.resolve_tensor(item)
-        if transforms or item.lengths != found.shape or any(item.dest_offsets):
-            return planner.transform_tensor(item, found)
-        return found
-
-    return resolve
-
-
-def _resolve(opened: Opened, part: Part, resolve: Callable[[ReadItem], Any], settings: LoadSettings) -> None:
-    item = part.item
-    try:
-        found = resolve(item)
-    except StrataError:
-        raise
-    except Exception as error:
-        raise _as_ours(part, error) from error
-    if type(found) in PLAIN_TYPES and not part.is_blob and part.kind == _native.TENSOR:
-        target = part.target = found.detach()
-        shape = tuple(target.shape)
-        # What nearly every tensor is: as it was stored, in the host's memory.
-        if (
-            shape == part.shape == item.lengths
-            and target.device.type == "cpu"
-            and target.is_contiguous()
-            and target.dtype == dtype_of(part.dtype)
-            and not any(item.storage_offsets)
-        ):
-            return
-    _resolve_unlike(opened, part, found, settings)
-
-
-def _resolve_unlike(opened: Opened, part: Part, found: Any, settings: LoadSettings) -> None:
-    item, name = part.item, f"{opened.where}: {part.fqn!r}"
-    if not isinstance(found, torch.Tensor):
-        raise LayoutMismatchError(f"{name} is a tensor, the state to load into holds a {type(found).__name__}")
-    part.target = settled(found)
-    lengths = tuple(item.lengths)
-    if tuple(part.target.shape) != lengths:
-        raise LayoutMismatchError(f"{name}: {lengths} were planned, the destination is {tuple(part.target.shape)}")
-    if part.target.is_meta:
-        raise LayoutMismatchError(f"{name}: the destination is on the meta device and has no memory")
-    if part.target.layout is torch.strided and overlaps_itself(lengths, tuple(part.target.stride())):
-        raise LayoutMismatchError(
-            f"{name}: the destination's elements share memory (an expanded view, strides {tuple(part.target.stride())})"
-        )
-    if part.kind == _native.BYTES and not part.is_blob:
-        raise CorruptionError(f"{name}: the index says a tensor, a pickled value is stored")
-    if part.is_blob:
-        return
-    _check_dtype(name, dtype_of(part.dtype), part.target.dtype, settings)
-    _check_region(name, part.shape, item)
-
-
-def _check_dtype(name: str, stored: torch.dtype, wanted: torch.dtype, settings: LoadSettings) -> None:
-    if stored != wanted and not settings.allow_dtype_cast:
-        raise LayoutMismatchError(
-            f"{name}: stored dtype {stored}, destination dtype {wanted}; pass allow_dtype_cast=True to StrataReader "
-            "to convert"
-        )
-
-
-def _check_quantizer(name: str, stored: torch.Tensor, wanted: torch.Tensor) -> None:
-    # copy_() between quantized tensors moves the integers and leaves scale and zero point: other numbers.
-    if stored.is_quantized and wanted.is_quantized and _quantizer(stored) != _quantizer(wanted):
-        raise LayoutMismatchError(
-            f"{name}: stored with the quantizer {_quantizer(stored)}, the destination has {_quantizer(wanted)}"
-        )
-
-
-def _quantizer(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()
-    channels = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    return tensor.qscheme(), tensor.q_per_channel_axis(), *(values.tolist() for values in channels)
-
-
-def _check_region(name: str, shape: tuple[int, ...], item: ReadItem) -> None:
-    first, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-    inside = len(first) == len(lengths) == len(shape) and all(
-        f >= 0 and n >= 0 and f + n <= s for f, n, s in zip(first, lengths, shape, strict=True)
-    )
-    if not inside:
-        raise CorruptionError(f"{name}: {lengths} at {first} do not lie in the stored {shape}")
+    rows, described, table = opened.native.locate([encode_fqn(fqn) for fqn in fqns], places, offsets)
+    if min(rows, default=0) < 0:
+        row = next(row for row, found in enumerate(rows) if found < 0)
+        at = "" if offsets[places[row]] is None else f" at {offsets[places[row]]}"
+        name = encode_fqn(fqns[row]).decode("utf-8", "replace")
+        raise CorruptionError(f"{opened.where}: no object holds {name!r}{at}")
+    return rows, described, table
 
 
 def _read_together(
@@ -315,7 +225,7 @@ def _read_blobs(
     rows = list(dict.fromkeys(part.row for part in blobs if part.row not in data_of))
     stats = ReadStats()
     if rows:
-        payloads, more = opened.native.read([], rows, verify=settings.verify)
+        payloads, more = opened.native.read([], rows, [], verify=settings.verify)
         data_of.update(zip(rows, payloads, strict=True))
         stats = stats.plus(more)
     for part in blobs:
@@ -329,11 +239,8 @@ def _load_blob(opened: Opened, part: Part, data: bytes, settings: LoadSettings) 
     where, trusted = opened.where, settings.trusted
     if part.item.type is LoadItemType.BYTE_IO:
         return data, load_value(data, fqn=part.fqn, where=where, trusted=trusted)
-    name = f"{where}: {part.fqn!r}"
     tensor = load_tensor(data, fqn=part.fqn, where=where, trusted=trusted)
-    _check_dtype(name, tensor.dtype, part.target.dtype, settings)
-    _check_quantizer(name, tensor, part.target)
-    _check_region(name, tuple(tensor.shape), part.item)
+    check_framed(where, part, tensor, allow_dtype_cast=settings.allow_dtype_cast)
     return narrow_tensor_by_index(tensor, part.item.storage_offsets, part.item.lengths)
 
 
@@ -346,12 +253,18 @@ def _undo_transforms(opened: Opened, part: Part, data: bytes) -> bytes:
         raise CheckpointError(f"{opened.where}: cannot undo {names} of {part.fqn!r}: {error}") from error
 
 
-def _read_regions(opened: Opened, parts: Sequence[Part], settings: LoadSettings, stats: ReadStats) -> ReadStats:
+def _read_regions(
+    opened: Opened, parts: Sequence[Part], settings: LoadSettings, stats: ReadStats, whole: _Whole | None = None
+) -> ReadStats:
     """Read straight into every destination that lets us, through kept-small temporaries into the others."""
+    whole = whole or _Whole()
     direct: list[Lent] = []
     bounced: list[Part] = []
+    rest = [part for part in parts if not (part.is_whole and whole.add(part.row, part.target))]
     seen: dict[Any, Any] = {}
-    for part in parts:
+    if rest:
+        seen = {place_of(target): (row, (0,) * target.dim()) for row, _, target in whole.places}
+    for part in rest:
         if not part.target.numel():
             continue
         place, source = place_of(part.target), (part.row, tuple(part.item.storage_offsets))
@@ -360,14 +273,14 @@ def _read_regions(opened: Opened, parts: Sequence[Part], settings: LoadSettings,
         elif place not in seen:
             seen[place] = source
             direct.append(lent(part, part.target))
-    if direct:
-        _, more = opened.native.read(direct, [], verify=settings.verify)
+    if direct or whole.places:
+        _, more = opened.native.read(direct, [], whole.places, verify=settings.verify)
         stats = stats.plus(more)
-        bump_versions(region[-1] for region in direct)
+        bump_versions([*(region[-1] for region in direct), *(target for _, _, target in whole.places)])
     for batch in _batches(bounced, settings.budget_bytes):
         temporaries = [torch.empty(tuple(p.item.lengths), dtype=dtype_of(p.dtype)) for p in batch]
         regions = [lent(part, temporary) for part, temporary in zip(batch, temporaries, strict=True)]
-        _, more = opened.native.read(regions, [], verify=settings.verify)
+        _, more = opened.native.read(regions, [], [], verify=settings.verify)
         stats = stats.plus(more)
         for part, temporary in zip(batch, temporaries, strict=True):
             copy_into(part.target, temporary)
@@ -398,17 +311,3 @@ def _set_value(planner: LoadPlanner, part: Part) -> None:
         set_element(planner.original_state_dict, planner.mappings[fqn], value)
     elif isinstance(planner, DefaultLoadPlanner):
         planner.state_dict[fqn] = value
-
-
-def _guarded(part: Part, call: Any) -> Any:
-    """Run a planner's code; its errors become ours, which can be pickled to the other ranks."""
-    try:
-        return call()
-    except StrataError:
-        raise
-    except Exception as error:
-        raise _as_ours(part, error) from error
-
-
-def _as_ours(part: Part, error: Exception) -> CheckpointError:
-    return CheckpointError(f"cannot load {part.fqn!r}: {type(error).__name__}: {error}")

@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_strata.checkpoint._columns import BYTES, SHARD, TENSOR, Columns, Ints, pack_ints, padded, unpack_ints
+from torch_strata.checkpoint._copies import assigned_by_copies
 from torch_strata.checkpoint._overlaps import Boxes, plan_faults
 from torch_strata.errors import LayoutMismatchError
 
-__all__ = ["Merged", "Selection", "merge_columns"]
+__all__ = ["Holders", "Merged", "Offers", "Selection", "merge_columns"]
 
 # What an item costs beyond its bytes, in bytes that are written meanwhile: about 30 us at 1 GB/s
 # (`benchmarks/small_tensors.py`). Keeps ranks equal that share many small tensors.
@@ -28,6 +29,9 @@ _MIN_PIECE_BYTES = 4 << 20
 _PIECES_A_RANK = 4
 
 _NAMED_FAULTS = 5
+
+# The sum of two numbers below it has 31 bits.
+_NARROW = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +87,11 @@ class Merged:
 
 
 @dataclass(frozen=True, eq=False)
-class _Offers:
-    """All ranks' items in one table; a row is one rank's offer of one chunk."""
+class Offers:
+    """All ranks' items in one table; a row is one rank's offer of one chunk.
+
+    Numbers have 32 bits where they suffice.
+    """
 
     rank: Ints
     row: Ints  # in the rank's own plan
@@ -98,7 +105,7 @@ class _Offers:
 
 
 @dataclass(frozen=True, eq=False)
-class _Holders:
+class Holders:
     """The offers of each chunk, one chunk after the other, by rank."""
 
     row: Ints
@@ -109,14 +116,18 @@ class _Holders:
         return np.diff(np.append(self.begin, len(self.row)))
 
 
-def merge_columns(plans: Sequence[Columns], *, to_lowest_rank: bool = False) -> Merged:
+def merge_columns(
+    plans: Sequence[Columns], *, to_lowest_rank: bool = False, copies: Sequence[Selection | None] = ()
+) -> Merged:
     """Give each chunk that several ranks hold to one of them, or its rows to several, and check the whole.
 
     Args:
         plans: What each rank offers to write, by rank.
         to_lowest_rank: Whether the lowest rank that holds a chunk writes it, whatever that does to the balance.
+        copies: What alone each rank has copied, by rank, None for everything; if given, that is what it may write.
 
     Raises:
+        CheckpointError: If no rank has copied a chunk.
         LayoutMismatchError: If ranks disagree about a tensor, or if what they would write overlaps, lies outside, or
             leaves a hole, naming the tensors, ranks and regions. Holes are no fault where one rank saves alone.
     """
@@ -127,13 +138,17 @@ def merge_columns(plans: Sequence[Columns], *, to_lowest_rank: bool = False) -> 
     sizes = _agreed_sizes(plans, offers, list(ids), samples)
     holders = _distinct(offers, list(ids))
     chosen = holders.row[holders.begin]
+    chosen = chosen[offers.kind[chosen] != BYTES]
     boxes = Boxes(offers.name[chosen], offers.offsets[chosen], offers.lengths[chosen], offers.rank[chosen])
-    is_tensor = offers.kind[chosen] != BYTES
-    faults = plan_faults(boxes.only(is_tensor), sizes, list(ids), whole=len(plans) > 1)
+    faults = plan_faults(boxes, sizes, list(ids), whole=len(plans) > 1)
+    del chosen, boxes
     if faults:
         more = f"; and {len(faults) - _NAMED_FAULTS} more" if len(faults) > _NAMED_FAULTS else ""
         raise LayoutMismatchError(f"the ranks' plans do not fit together: {'; '.join(faults[:_NAMED_FAULTS])}{more}")
-    row, first, count = _assigned(offers, holders, len(plans), to_lowest_rank=to_lowest_rank)
+    if copies:
+        row, first, count = assigned_by_copies(offers, holders, list(ids), copies)
+    else:
+        row, first, count = _assigned(offers, holders, len(plans), to_lowest_rank=to_lowest_rank)
     return _merged(offers, row, first, count, list(ids), samples, len(plans))
 
 
@@ -155,25 +170,29 @@ def _number_names(plans: Sequence[Columns], ids: dict[str, int], samples: list[t
     return found
 
 
-def _offers(plans: Sequence[Columns], names: Sequence[Ints]) -> _Offers:
+def _offers(plans: Sequence[Columns], names: Sequence[Ints]) -> Offers:
     num_dims = max((int(plan.shared.ndims.max(initial=0)) for plan in plans), default=0)
     counts = [len(plan) for plan in plans]
     divisible = [np.array([t.is_divisible for t in plan.shared.table] + [False]) for plan in plans]
 
-    def joined(parts: Sequence[Ints]) -> Ints:
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    extents = [column for plan in plans for column in (plan.offsets, plan.lengths) if len(column)]
+    is_narrow = all(column.min() >= 0 and column.max() < _NARROW for column in extents)
+    width: Any = np.int32 if is_narrow else np.int64
+
+    def joined(parts: Sequence[Ints], kind: Any = np.int32) -> Ints:
+        return np.concatenate(parts, dtype=kind, casting="same_kind") if parts else np.zeros(0, dtype=kind)
 
     def matrix(parts: Sequence[tuple[Ints, Ints]], fill: int) -> Ints:
-        rows = [padded(flat, ndims, fill=fill, num_dims=num_dims) for flat, ndims in parts]
-        return np.concatenate(rows) if rows else np.zeros((0, 0), dtype=np.int64)
+        rows = [padded(flat, ndims, fill=fill, num_dims=num_dims).astype(width) for flat, ndims in parts]
+        return np.concatenate(rows) if rows else np.zeros((0, 0), dtype=width)
 
-    return _Offers(
-        rank=np.repeat(np.arange(len(plans), dtype=np.int64), counts),
-        row=joined([np.arange(count, dtype=np.int64) for count in counts]),
+    return Offers(
+        rank=np.repeat(np.arange(len(plans), dtype=np.int32), counts),
+        row=joined([np.arange(count, dtype=np.int32) for count in counts]),
         name=joined(names),
         kind=joined([plan.shared.kinds for plan in plans]),
         ndim=joined([plan.shared.ndims for plan in plans]),
-        nbytes=joined([plan.nbytes for plan in plans]),
+        nbytes=joined([plan.nbytes for plan in plans], np.int64),
         divisible=np.concatenate([d[p.shared.templates] for d, p in zip(divisible, plans, strict=True)]),
         offsets=matrix([(plan.offsets, plan.shared.ndims) for plan in plans], 0),
         lengths=matrix([(plan.lengths, plan.shared.ndims) for plan in plans], 1),
@@ -181,7 +200,7 @@ def _offers(plans: Sequence[Columns], names: Sequence[Ints]) -> _Offers:
 
 
 def _agreed_sizes(
-    plans: Sequence[Columns], offers: _Offers, names: Sequence[str], samples: Sequence[tuple[int, int]]
+    plans: Sequence[Columns], offers: Offers, names: Sequence[str], samples: Sequence[tuple[int, int]]
 ) -> Ints:
     """The whole size of each name; shape ``(names, dims)``.
 
@@ -222,7 +241,7 @@ def _described(plan: Columns, row: int) -> str:
     return f"{plan.shared.table[plan.shared.templates[row]].dtype} {tuple(plan.shared.sizes[begin:end].tolist())}"
 
 
-def _distinct(offers: _Offers, names: Sequence[str]) -> _Holders:
+def _distinct(offers: Offers, names: Sequence[str]) -> Holders:
     """Who offers each chunk.
 
     Raises:
@@ -247,16 +266,16 @@ def _distinct(offers: _Offers, names: Sequence[str]) -> _Holders:
         raise LayoutMismatchError(
             f"{names[offers.name[row[at]]]!r}: rank {rank[at]} writes {_region(offers, row[at])} twice"
         )
-    return _Holders(row, np.flatnonzero(np.append(True, leader[1:] != leader[:-1])[: len(row)]))
+    return Holders(row, np.flatnonzero(np.append(True, leader[1:] != leader[:-1])[: len(row)]))
 
 
-def _region(offers: _Offers, row: int) -> str:
+def _region(offers: Offers, row: int) -> str:
     dims = range(int(offers.ndim[row]))
     ends = [(int(offers.offsets[row, d]), int(offers.offsets[row, d] + offers.lengths[row, d])) for d in dims]
     return f"[{', '.join(f'{begin}:{end}' for begin, end in ends)}]"
 
 
-def _assigned(offers: _Offers, holders: _Holders, num_ranks: int, *, to_lowest_rank: bool) -> tuple[Ints, Ints, Ints]:
+def _assigned(offers: Offers, holders: Holders, num_ranks: int, *, to_lowest_rank: bool) -> tuple[Ints, Ints, Ints]:
     """Offers that are taken up, with the first row and the number of rows that are meant; -1 for all."""
     counts = holders.counts
     if to_lowest_rank or not (counts > 1).any():
@@ -304,7 +323,7 @@ def _pieces(rows: int, total: int, num_pieces: int, num_ranks: int) -> list[tupl
 
 
 def _merged(
-    offers: _Offers,
+    offers: Offers,
     row: Ints,
     first: Ints,
     count: Ints,

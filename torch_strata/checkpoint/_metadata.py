@@ -1,9 +1,11 @@
 """Between DCP's `Metadata` and the plain entries that the Rust core keeps in a manifest."""
 
-import dataclasses
 import functools
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -14,23 +16,24 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_strata.checkpoint._columns import BYTES, SHARD, Builder, Columns, Shared, Template
 from torch_strata.checkpoint._gc import gc_paused
-from torch_strata.checkpoint._lazy_state import Chunks, LazyState
+from torch_strata.checkpoint._lazy_state import Chunks, LazyState, PlannedMetadata
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._planner_data import decode_planner_data
-from torch_strata.checkpoint._tiling import tiling_fault
+from torch_strata.checkpoint._stock_pickle import RECORDS_STRIDES
+from torch_strata.checkpoint._tiling import tiling_fault, untiled
 from torch_strata.errors import CheckpointError, CorruptionError
 
 if TYPE_CHECKING:
-    from torch_strata._types import TensorEntry
+    from torch_strata._types import EntryColumns, TensorEntry
 
 __all__ = [
     "DCP_VERSION",
     "dtype_name",
     "dtype_of",
     "encode_fqn",
-    "entries_of",
-    "entries_of_chunks",
+    "promises_of",
     "read_metadata",
 ]
 
@@ -71,61 +74,96 @@ def dtype_of(name: str) -> torch.dtype:
     return value
 
 
-def entries_of(metadata: Metadata) -> "list[TensorEntry]":
-    """One plain entry for each key of ``state_dict_metadata``, in its order."""
+def promises_of(metadata: Metadata) -> "EntryColumns":
+    """What ``state_dict_metadata`` says, as `_native.commit` takes it.
+
+    Raises:
+        CheckpointError: If a key is not a str, or strides are not those of the size.
+        OverflowError: If a number has more than 64 bits.
+    """
     state = metadata.state_dict_metadata
-    if isinstance(state, LazyState) and state.untouched is not None:
-        return entries_of_chunks(state.untouched)
-    return [_entry(fqn, value) for fqn, value in metadata.state_dict_metadata.items()]
-
-
-def _entry(fqn: str, value: Any) -> "TensorEntry":
-    if not isinstance(value, TensorStorageMetadata):
-        return (encode_fqn(fqn), False, "", (), None, False, False, 0, "", [], [])
-    properties = value.properties
-    strides = getattr(properties, "strides", None)  # torch 2.14 and older record none
+    chunks = state.untouched if isinstance(state, LazyState) else None
+    if chunks is None:
+        chunks = _chunks_of(state)
+    columns, shared = chunks.columns, chunks.columns.shared
+    table = [
+        (
+            dtype_name(template.dtype),
+            template.requires_grad,
+            template.pin_memory,
+            template.memory_format,
+            str(template.layout).removeprefix("torch."),
+            template.has_strides and RECORDS_STRIDES,
+        )
+        for template in shared.table
+    ]
+    numbers = [
+        shared.templates,
+        shared.ndims,
+        shared.sizes,
+        columns.strides,
+        chunks.first,
+        chunks.begin,
+        chunks.offsets,
+    ]
     return (
-        encode_fqn(fqn),
-        True,
-        dtype_name(properties.dtype),
-        tuple(value.size),
-        None if strides is None else tuple(strides),
-        bool(properties.requires_grad),
-        bool(properties.pin_memory),
-        _MEMORY_FORMATS[properties.memory_format],
-        str(properties.layout).removeprefix("torch."),
-        [tuple(chunk.offsets) for chunk in value.chunks],
-        [tuple(chunk.sizes) for chunk in value.chunks],
+        [encode_fqn(fqn) for fqn in shared.names],
+        table,
+        [np.ascontiguousarray(column) for column in numbers],
     )
 
 
-def entries_of_chunks(chunks: Chunks) -> "list[TensorEntry]":
-    """One plain entry for each name."""
-    found: list[TensorEntry] = []
-    same: dict[tuple[int, ...], tuple[int, ...]] = {}  # ranks' shards have the same shapes, thousands of times
-    for row, fqn in enumerate(chunks.columns.shared.names):
-        described = chunks.described(row)
-        if described is None:
-            found.append((encode_fqn(fqn), False, "", (), None, False, False, 0, "", [], []))
-            continue
-        template, size, strides = described
-        offsets, lengths = chunks.of(row)
-        found.append(
-            (
-                encode_fqn(fqn),
-                True,
-                dtype_name(template.dtype),
-                size,
-                strides if template.has_strides and _RECORDS_STRIDES else None,
-                template.requires_grad,
-                template.pin_memory,
-                template.memory_format,
-                str(template.layout).removeprefix("torch."),
-                [same.setdefault(dims, dims) for dims in offsets],
-                [same.setdefault(dims, dims) for dims in lengths],
+def _chunks_of(state: Mapping[str, Any]) -> Chunks:
+    """What another planner has made."""
+    builder = Builder()
+    first, begin = [0], [0]
+    offsets: list[int] = []
+    lengths: list[int] = []
+    for fqn, value in state.items():
+        if isinstance(value, TensorStorageMetadata):
+            properties, size = value.properties, value.size
+            strides = getattr(properties, "strides", None)  # torch 2.14 and older record none
+            if strides is not None and len(strides) != len(size):
+                raise CheckpointError(f"{fqn!r}: the planner's metadata has the strides {strides} for {tuple(size)}")
+            flags = (
+                bool(properties.requires_grad),
+                _MEMORY_FORMATS[properties.memory_format],
+                bool(properties.pin_memory),
             )
-        )
-    return found
+            template = (properties.dtype, properties.layout, *flags, strides is not None)
+            builder.add_tensor(fqn, SHARD, template, size, [0] * len(size) if strides is None else strides, (), size)
+            for chunk in value.chunks:
+                offsets += chunk.offsets
+                lengths += chunk.sizes
+                begin.append(len(offsets))
+        else:
+            builder.add_bytes(fqn)
+        first.append(len(begin) - 1)
+    numbers = (np.array(column, dtype=np.int64) for column in (first, begin, offsets, lengths))
+    return Chunks(builder.columns(), *numbers)
+
+
+def _stored_chunks(columns: "EntryColumns", where: str) -> Chunks:
+    """What a manifest says.
+
+    Raises:
+        CorruptionError: If this torch does not know a dtype or a layout.
+    """
+    names, table, numbers = columns
+    templates, ndims, sizes, strides, first, begin, offsets, lengths = (
+        np.frombuffer(column, dtype=code) for code, column in numbers
+    )
+    known = tuple(
+        Template(dtype_of(dtype), _layout_of(layout), grad, encoding if encoding in _MEMORY_FORMAT_OF else 0, pin, has)
+        for dtype, grad, pin, encoding, layout, has in table
+    )
+    fqns = tuple(name.decode("utf-8", "surrogatepass") for name in names)
+    if len(set(fqns)) != len(fqns):
+        twice = next(fqn for fqn, count in Counter(fqns).items() if count > 1)
+        raise CorruptionError(f"{where}: the key {twice!r} is stored twice")
+    shared = Shared(fqns, np.where(templates < 0, BYTES, SHARD), ndims, templates, known, sizes)
+    none = np.zeros(0, dtype=np.int64)
+    return Chunks(Columns(shared, none, none, none, strides), first, begin, offsets, lengths)
 
 
 @gc_paused()
@@ -141,17 +179,23 @@ def read_metadata(opened: Opened, *, storage_meta: StorageMeta, whole: bool) -> 
         CorruptionError: If a tensor's chunks leave a hole, overlap or lie outside, naming it.
     """
     where = opened.where
+    if opened.written_by == "torch_strata":
+        chunks = _stored_chunks(opened.native.entries(), where)
+        for row in untiled(chunks).tolist():
+            described = chunks.described(row)
+            if described and (fault := tiling_fault(described[1], *chunks.of(row), whole=whole)):
+                raise CorruptionError(f"{where}: {chunks.columns.shared.names[row]!r}: {fault}")
+        metadata = PlannedMetadata(LazyState(chunks))  # type: ignore[arg-type]
+        metadata.planner_data = decode_planner_data(opened.native.planner_data, where)
+        metadata.storage_meta, metadata.version = storage_meta, DCP_VERSION
+        return metadata
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for entry in opened.entries:
+    for entry in opened.foreign_entries:
         fqn = entry[0].decode("utf-8", "surrogatepass")
         if fqn in state:
             raise CorruptionError(f"{where}: the key {fqn!r} is stored twice")
         state[fqn] = _tensor_metadata(fqn, entry, whole, where) if entry[1] else BytesStorageMetadata()
-    if opened.written_by == "torch_strata":
-        planner_data = decode_planner_data(opened.native.planner_data, where)
-    else:
-        planner_data = opened.foreign_planner_data
-    return Metadata(state, planner_data=planner_data, storage_meta=storage_meta, version=DCP_VERSION)
+    return Metadata(state, planner_data=opened.foreign_planner_data, storage_meta=storage_meta, version=DCP_VERSION)
 
 
 def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) -> TensorStorageMetadata:
@@ -167,13 +211,10 @@ def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) ->
         memory_format=_MEMORY_FORMAT_OF.get(memory_format, torch.contiguous_format),
         pin_memory=pin_memory,
     )
-    if strides is not None and _RECORDS_STRIDES:
+    if strides is not None and RECORDS_STRIDES:
         properties.strides = tuple(strides)
     chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in zip(offsets, sizes, strict=True)]
     return TensorStorageMetadata(properties, torch.Size(size), chunks)
-
-
-_RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
 
 
 @functools.cache

@@ -1,20 +1,25 @@
 """A checkpoint open for reading, ours or stock's, in one form. Imports no torch."""
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_strata import _native
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._safetensors import open_safetensors
 from torch_strata.checkpoint._unpickle import load_stock_metadata
-from torch_strata.errors import CheckpointNotFoundError, CorruptionError
+from torch_strata.errors import CheckpointNotFoundError, CorruptionError, ObjectNotFoundError
 
 if TYPE_CHECKING:
-    from torch_strata._types import TensorEntry
+    from torch_strata._types import EntryColumns, TensorEntry
 
 __all__ = ["Opened", "metadata_name", "open_checkpoint"]
+
+_STOCK_RANK_INDEX = re.compile(r"__\d+\.metadata")
 
 Key = tuple[bytes, tuple[int, ...] | None]
 
@@ -26,7 +31,7 @@ class Opened:
     Attributes:
         native: The Rust core's handle.
         where: The place, for messages.
-        entries: One for each key of the state_dict.
+        foreign_entries: One for each key of the state_dict, where there is no manifest of ours to hold them.
         foreign_planner_data: The planner's data where there is no manifest of ours to hold it.
         transforms: Stream transforms of stock items that have any.
         save_id: Identity of the save; empty where stock left none.
@@ -34,7 +39,7 @@ class Opened:
 
     native: _native.Checkpoint
     where: str
-    entries: "Sequence[TensorEntry]"
+    foreign_entries: "Sequence[TensorEntry]" = ()
     foreign_planner_data: Any = None
     transforms: Mapping[Key, tuple[str, ...]] = field(default_factory=dict)
     save_id: str
@@ -45,6 +50,14 @@ class Opened:
         if self.native.is_stock:
             return "stock torch"
         return "torch_strata" if self.native.number else "safetensors"
+
+    @functools.cached_property
+    def entries(self) -> "Sequence[TensorEntry]":
+        """One for each key of the state_dict, in its order."""
+        if self.written_by != "torch_strata":
+            return self.foreign_entries
+        with gc_paused():
+            return list(_entries(self.native.entries()))
 
     def same_as(self, other: "Opened") -> bool:
         """Whether nothing was saved between the two openings."""
@@ -77,11 +90,12 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
     except CheckpointNotFoundError:
         found = open_safetensors(store, where) if rank is None else None
         if found is None:
+            _check_no_rank_saved(store, where, rank)
             raise
         native, entries = found
         # Names with dots are names: each key is its own path.
         flat = {name: (name,) for name in (entry[0].decode("utf-8", "surrogatepass") for entry in entries)}
-        return Opened(native=native, where=where, entries=entries, foreign_planner_data=flat, save_id="")
+        return Opened(native=native, where=where, foreign_entries=entries, foreign_planner_data=flat, save_id="")
     if not native.is_stock:
         return _ours(native, where)
     data = native.stock_metadata
@@ -101,12 +115,44 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
     return Opened(
         native=native,
         where=where,
-        entries=stock.entries,
+        foreign_entries=stock.entries,
         foreign_planner_data=stock.planner_data,
         transforms={row[:2]: item.transforms for row, item in zip(rows, stock.items, strict=True) if item.transforms},
         save_id=stock.save_id or "",
     )
 
 
+def _check_no_rank_saved(store: _native.Store, where: str, rank: int | None) -> None:
+    """What stock's ranks saved on their own has no index of the whole."""
+    try:
+        listed = store.list("") if rank is None else []
+    except ObjectNotFoundError:
+        return
+    if any(_STOCK_RANK_INDEX.fullmatch(name) for name, _ in listed):
+        raise CheckpointNotFoundError(
+            f"no checkpoint of all ranks at {where}: they saved here without collectives (use_collectives=False), each "
+            "a part of its own: name one, as with strata verify --rank 0"
+        )
+
+
 def _ours(native: _native.Checkpoint, where: str) -> Opened:
-    return Opened(native=native, where=where, entries=native.entries(), save_id=native.save_id)
+    return Opened(native=native, where=where, save_id=native.save_id)
+
+
+def _entries(columns: "EntryColumns") -> "Iterator[TensorEntry]":
+    names, table, numbers = columns
+    templates, num_dims, sizes, strides, first_chunks, first_dims, offsets, lengths = (
+        memoryview(column).cast(code).tolist() for code, column in numbers
+    )
+    at = 0
+    for row, name in enumerate(names):
+        dims = slice(at, at + num_dims[row])
+        at = dims.stop
+        if templates[row] < 0:
+            yield (name, False, "", (), None, False, False, 0, "", [], [])
+            continue
+        dtype, grad, pin, encoding, layout, has_strides = table[templates[row]]
+        chunks = [slice(*ends) for ends in pairwise(first_dims[first_chunks[row] : first_chunks[row + 1] + 1])]
+        known = tuple(strides[dims]) if has_strides else None
+        places = [tuple(offsets[chunk]) for chunk in chunks], [tuple(lengths[chunk]) for chunk in chunks]
+        yield (name, True, dtype, tuple(sizes[dims]), known, grad, pin, encoding, layout, *places)

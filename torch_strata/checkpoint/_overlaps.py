@@ -15,6 +15,10 @@ from torch_strata.checkpoint._columns import Ints
 __all__ = ["Boxes", "plan_faults"]
 
 
+# Chunks looked at in one go: what that takes is some megabytes, at half a million chunks it would be a hundred.
+_BATCH = 1 << 16
+
+
 @dataclass(frozen=True, eq=False)
 class Boxes:
     """Chunks of many tensors, and the rank that writes each.
@@ -31,7 +35,7 @@ class Boxes:
     lengths: Ints
     rank: Ints
 
-    def only(self, chosen: npt.NDArray[np.bool_] | Ints) -> "Boxes":
+    def only(self, chosen: npt.NDArray[np.bool_] | Ints | slice) -> "Boxes":
         """Some of them."""
         return Boxes(self.name[chosen], self.offsets[chosen], self.lengths[chosen], self.rank[chosen])
 
@@ -45,11 +49,22 @@ def plan_faults(boxes: Boxes, sizes: Ints, names: Sequence[str], *, whole: bool)
     """What is wrong, one sentence a tensor.
 
     Args:
-        boxes: The chunks.
+        boxes: The chunks, sorted by tensor.
         sizes: Shape of each tensor, padded with 1; shape ``(tensors, dims)``.
         names: Name of each tensor.
         whole: Whether the chunks must fill their tensors.
     """
+    faults, start = [], 0
+    while start < len(boxes.name):
+        # All chunks of a tensor are looked at together.
+        last = boxes.name[min(start + _BATCH, len(boxes.name)) - 1]
+        end = int(np.searchsorted(boxes.name, last, side="right"))
+        faults += _faults(boxes.only(slice(start, end)), sizes, names, whole=whole)
+        start = end
+    return faults
+
+
+def _faults(boxes: Boxes, sizes: Ints, names: Sequence[str], *, whole: bool) -> list[str]:
     size = sizes[boxes.name]
     outside = ((boxes.offsets < 0) | (boxes.lengths < 0) | (boxes.offsets + boxes.lengths > size)).any(axis=1)
     faults = {

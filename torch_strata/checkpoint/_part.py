@@ -1,7 +1,7 @@
 """One ReadItem of a load: where it is stored, and the memory that it fills. Reads nothing."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from torch_strata.checkpoint._tensors import contiguous_strides, device_number, 
 __all__ = ["Part", "bump_versions", "copy_into", "lent", "place_of", "takes_bytes"]
 
 
-@dataclass
+_NOTHING = torch.empty(0)
+
+
+@dataclass(slots=True)
 class Part:
     """One ReadItem on its way: where it is stored and where it goes."""
 
@@ -25,9 +28,10 @@ class Part:
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    transforms: tuple[str, ...]
-    target: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    transforms: tuple[str, ...] = ()
+    target: torch.Tensor = _NOTHING
     value: Any = None
+    is_whole: bool = False  # all that is stored goes into a contiguous tensor of the host
 
     @property
     def fqn(self) -> str:

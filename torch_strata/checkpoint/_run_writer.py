@@ -36,7 +36,6 @@ class RunWriter(StrataWriter):
     ) -> None:
         self._root, self._run, self._order = root, run, order
         self._parent: str | None = None
-        self._model_hash_before: str | None = None
         super().__init__(f"{root.rstrip('/')}/{order.folder}", config=config, run_root=root, **settings)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -49,7 +48,9 @@ class RunWriter(StrataWriter):
         if self._commits:
             order = self._order
             newest = self._run.check_new(order.step, order.checkpoint_type.value, overwrite=order.overwrite)
-            if newest is not None and order.checkpoint_type is CheckpointType.INCREMENTAL:
+            # What it replaces goes: it cannot refer to that.
+            is_before = newest is not None and newest != order.step
+            if is_before and order.checkpoint_type is CheckpointType.INCREMENTAL:
                 self._parent = _native.run_folder(newest, CheckpointType.FULL.value)
         prepared = super().prepare_local_plan(plan)
         if self._commits:

@@ -19,7 +19,16 @@ from torch_strata.errors import CheckpointError, CorruptionError, ManifestError,
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
-__all__ = ["INDEX_NAME", "PlainTensor", "open_safetensors", "parse_header", "parse_index"]
+__all__ = [
+    "INDEX_NAME",
+    "MissingShardError",
+    "PlainTensor",
+    "holds_safetensors",
+    "open_safetensors",
+    "parse_header",
+    "parse_index",
+    "unread_files",
+]
 
 INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
@@ -63,6 +72,10 @@ _DTYPES = {
 _SHARDING_INFO = "DCP_SHARDING_INFO"
 
 
+class MissingShardError(ManifestError, ObjectNotFoundError):
+    """A file that an index names is not there: damage, as a missing object of a checkpoint of ours is."""
+
+
 @dataclass(frozen=True)
 class PlainTensor:
     """One whole tensor in a file.
@@ -93,7 +106,7 @@ def open_safetensors(store: _native.Store, where: str) -> "tuple[_native.Checkpo
 
     Raises:
         ManifestError: If an index or a header is damaged, or they contradict each other or the files.
-        ObjectNotFoundError: If the index names a file that is not there.
+        MissingShardError: If the index names a file that is not there.
         CheckpointError: If the files hold parts of tensors, as DCP writes them before consolidation.
         StorageError: If the place cannot be read.
     """
@@ -125,6 +138,18 @@ def holds_safetensors(store: _native.Store) -> bool:
         return False
 
 
+def unread_files(store: _native.Store, read: Sequence[str]) -> list[str]:
+    """Why each safetensors file at a place that is not among those `read` was left out.
+
+    Raises:
+        StorageError: If the place cannot be read.
+    """
+    names = {name for name, _ in store.list("")}
+    why = f"{INDEX_NAME} does not name it" if INDEX_NAME in names else f"{_SINGLE_NAME} is taken where it is there"
+    left = sorted(name for name in names if name.endswith(_SUFFIX) and name not in read)
+    return [f"{name} was not looked at: {why}" for name in left]
+
+
 def _names(listed: Mapping[str, int]) -> list[str]:
     # Beside the one file that Hugging Face's own loaders take there may be the same weights under other names.
     return [_SINGLE_NAME] if _SINGLE_NAME in listed else [name for name in listed if name.endswith(_SUFFIX)]
@@ -136,7 +161,7 @@ def _size(store: _native.Store, name: str, listed: Mapping[str, int], where: str
     try:
         return store.size(name)
     except ObjectNotFoundError as error:
-        raise ObjectNotFoundError(f"{where}/{name} does not exist, but {INDEX_NAME} names it") from error
+        raise MissingShardError(f"{where}/{name} does not exist, but {INDEX_NAME} names it") from error
 
 
 def _all_of(tensors_in: Mapping[str, Sequence[PlainTensor]], where: str) -> list[tuple[str, PlainTensor]]:
@@ -206,6 +231,8 @@ def parse_index(data: bytes, where: str) -> dict[str, str]:
     file_of = top.get("weight_map") if isinstance(top, dict) else None
     if not isinstance(file_of, dict):
         raise ManifestError(f"{where}: expected an object with a weight_map")
+    if not file_of:
+        raise ManifestError(f"{where}: the weight_map is empty: it names no tensor")
     known: set[str] = set()
     for fqn, name in file_of.items():
         if isinstance(name, str) and name in known:

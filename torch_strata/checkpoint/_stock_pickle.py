@@ -1,14 +1,8 @@
-"""The `.metadata` of stock torch, written opcode by opcode: half a million index objects are never made.
-
-What it unpickles to is what stock torch's own pickle does; `tests/checkpoint/test_stock_pickle.py` compares them.
-"""
+"""What of the `.metadata` of stock torch only Python can pickle; the Rust core writes the rest, opcode by opcode."""
 
 import dataclasses
 import io
 import pickle
-import struct
-from collections.abc import Iterable
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
@@ -16,32 +10,18 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 from torch_strata.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch_strata._types import TensorEntry
+    from torch_strata._types import StockParts
 
-__all__ = ["Placed", "stock_pickle"]
+__all__ = ["RECORDS_STRIDES", "stock_parts"]
 
-# fqn, offsets, index hint or -1, object, offset in it, length there.
-Placed = tuple[bytes, Iterable[int] | None, int, str, int, int]
-
-_DCP = "torch.distributed.checkpoint"
-_METADATA = f"{_DCP}.metadata"
-_RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
-_BATCH = 1000  # as many pairs as pickle itself puts on the stack before it adds them to a dict
+# torch 2.14 and older record none.
+RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
 
 
-def stock_pickle(
-    entries: "Iterable[TensorEntry]",
-    placed: Iterable[Placed],
-    *,
-    planner_data: Any,
-    storage_meta: StorageMeta,
-    version: str,
-) -> bytes:
-    """A pickled `torch.distributed.checkpoint.metadata.Metadata`.
+def stock_parts(planner_data: Any, storage_meta: StorageMeta, *, version: str) -> "StockParts":
+    """Parts of a pickled `torch.distributed.checkpoint.metadata.Metadata`.
 
     Args:
-        entries: One for each key of ``state_dict_metadata``, in its order.
-        placed: One for each stored item.
         planner_data: Pickled as it is.
         storage_meta: Pickled as it is.
         version: DCP's version of the format.
@@ -50,155 +30,15 @@ def stock_pickle(
         CheckpointError: If the planner's data cannot be pickled.
     """
     buffer = io.BytesIO()
-    common = pickle.Pickler(buffer, protocol=3)  # without frames: its output goes into the middle of another pickle
-    foreign = []
+    pickler = pickle.Pickler(buffer, protocol=3)  # without frames: its output goes into the middle of another pickle
+    parts = []
     try:
         for value in (planner_data, storage_meta):
-            common.dump(value)
-            foreign.append(buffer.getvalue()[2:-1])
+            pickler.dump(value)
+            parts.append(buffer.getvalue()[2:-1])
             buffer.seek(0)
             buffer.truncate()
     except Exception as error:
         raise CheckpointError(f"cannot pickle the checkpoint's metadata (planner_data?): {error}") from error
-    pickler = _Pickler(first_memo=len(common.memo.copy()))
-    body: list[bytes] = []
-    pickler.put_dict(body, "state_dict_metadata", map(pickler.entry, entries))
-    pickler.put_dict(body, "storage_data", map(pickler.item, placed))
-    head = [_global(_METADATA, "Metadata"), b")\x81}(", pickler.text("planner_data"), foreign[0]]
-    # At the end, where a reader looks for the save_id.
-    tail = [pickler.text("version"), pickler.text(version), pickler.text("storage_meta"), foreign[1], b"ub."]
-    return b"".join([b"\x80\x04", *pickler.defined, *head, *body, *tail])
-
-
-class _Pickler:
-    """Opcodes of the parts, and what they take from the memo."""
-
-    def __init__(self, *, first_memo: int) -> None:
-        self._first_memo = first_memo
-        self.defined: list[bytes] = []  # comes first: puts into the memo what the parts share
-        self._memo: dict[Any, int] = {}
-        self._sizes: dict[tuple[int, ...], bytes] = {}
-        self._properties: dict[Any, bytes] = {}
-        begin = b")\x81}("
-        text = self.text
-        self._chunk = self._class(_METADATA, "ChunkStorageMetadata") + begin + text("offsets")
-        self._sizes_key = text("sizes")
-        self._tensor = self._class(_METADATA, "TensorStorageMetadata") + begin + text("properties")
-        self._bytes = self._class(_METADATA, "BytesStorageMetadata") + b")\x81"
-        self._size_key, self._chunks_key = text("size"), text("chunks")
-        self._index = self._class(_METADATA, "MetadataIndex") + begin + text("fqn")
-        self._index_key, self._offset_key = text("index"), text("offset")
-        self._info = self._class(f"{_DCP}.filesystem", "_StorageInfo") + begin + text("relative_path")
-        self._length_key = text("length")
-        self._torch_size = self._class("torch", "Size")
-
-    def put_dict(self, body: list[bytes], key: str, pairs: Iterable[bytes]) -> None:
-        """A key of the object's state, and a dict of `pairs`."""
-        body += [self.text(key), b"}"]
-        while batch := list(islice(pairs, _BATCH)):
-            body += [b"(", b"".join(batch), b"u"]
-
-    def entry(self, entry: "TensorEntry") -> bytes:
-        """A name and what state_dict_metadata says of it."""
-        fqn, is_tensor, dtype, size, strides, grad, pin, encoding, layout, offsets, sizes = entry
-        if not is_tensor:
-            return self._name(fqn) + self._bytes
-        start, middle, dims = self._chunk, self._sizes_key, self._dims
-        chunks = [start + dims(o) + middle + dims(n) + b"ub" for o, n in zip(offsets, sizes, strict=True)]
-        properties = self._described(dtype, strides, grad, pin, encoding, layout)
-        head = (self._name(fqn), self._tensor, properties, self._size_key, dims(size))
-        return b"".join([*head, self._chunks_key, b"](", *chunks, b"eub"])
-
-    def item(self, placed: Placed) -> bytes:
-        """A MetadataIndex and where it is stored."""
-        fqn, offsets, index, path, offset, length = placed
-        where = b"" if offsets is None else self._offset_key + self._dims(offsets)
-        hint = b"N" if index < 0 else _int(index)
-        key = self._index + self._name(fqn) + self._index_key + hint + where + b"ub"
-        info = self._info + self.text(path) + self._offset_key + _int(offset)
-        return key + info + self._length_key + _int(length) + b"ub"
-
-    def text(self, value: str) -> bytes:
-        """A str that occurs often."""
-        memo = self._memo.get(value)
-        if memo is None:
-            memo = self._next_memo(value)
-            self.defined.append(_text(value.encode("utf-8", "surrogatepass")) + _put(memo) + b"0")
-        return _get(memo)
-
-    def _name(self, fqn: bytes) -> bytes:
-        memo = self._memo.get(fqn)
-        if memo is not None:
-            return _get(memo)
-        return _text(fqn) + _put(self._next_memo(fqn))
-
-    def _next_memo(self, key: Any) -> int:
-        memo = self._memo[key] = self._first_memo + len(self._memo)
-        return memo
-
-    def _class(self, module: str, name: str) -> bytes:
-        memo = self._memo.get((module, name))
-        if memo is None:
-            memo = self._next_memo((module, name))
-            self.defined.append(_global(module, name) + _put(memo) + b"0")
-        return _get(memo)
-
-    def _dims(self, dims: Iterable[int]) -> bytes:
-        key = tuple(dims)
-        made = self._sizes.get(key)
-        if made is None:
-            made = self._sizes[key] = self._torch_size + _tuple([_int(n) for n in key]) + b"\x85R"
-        return made
-
-    def _described(self, dtype: str, strides: Any, requires_grad: bool, pin: bool, encoding: int, layout: str) -> bytes:
-        key = (dtype, strides, requires_grad, pin, encoding, layout)
-        made = self._properties.get(key)
-        if made is None:
-            fields = [
-                self._class("torch", dtype),
-                self._class("torch.serialization", "_get_layout") + _text(f"torch.{layout}".encode()) + b"\x85R",
-                _BOOLS[requires_grad],
-                self._class(_METADATA, "_MEM_FORMAT_ENCODING") + _int(encoding) + b"\x85R",
-                _BOOLS[pin],
-            ]
-            if _RECORDS_STRIDES:
-                fields.append(b"N" if strides is None else _tuple([_int(n) for n in strides]))
-            properties = self._class(_METADATA, "TensorProperties")
-            made = self._properties[key] = properties + b")\x81" + _tuple(fields) + b"b"
-        return made
-
-
-_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
-_BOOLS = {False: b"\x89", True: b"\x88"}
-
-
-def _global(module: str, name: str) -> bytes:
-    return f"c{module}\n{name}\n".encode()
-
-
-def _text(value: bytes) -> bytes:
-    if len(value) < 1 << 8:
-        return b"\x8c" + len(value).to_bytes(1, "little") + value
-    return b"X" + struct.pack("<I", len(value)) + value
-
-
-def _put(memo: int) -> bytes:
-    return b"q" + memo.to_bytes(1, "little") if memo < 1 << 8 else b"r" + struct.pack("<I", memo)
-
-
-def _get(memo: int) -> bytes:
-    return b"h" + memo.to_bytes(1, "little") if memo < 1 << 8 else b"j" + struct.pack("<I", memo)
-
-
-def _tuple(parts: list[bytes]) -> bytes:
-    if len(parts) < len(_TUPLES):
-        return b"".join([*parts, _TUPLES[len(parts)]])
-    return b"".join([b"(", *parts, b"t"])
-
-
-def _int(value: int) -> bytes:
-    if 0 <= value < 1 << 8:
-        return b"K" + value.to_bytes(1, "little")
-    if -1 << 31 <= value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    return pickle.dumps(value, protocol=2)[2:-1]
+    # A memo's copy is a dict of all that was pickled; every second key of it would be an object's id.
+    return parts[0], parts[1], len(pickler.memo.copy()), version, RECORDS_STRIDES

@@ -53,12 +53,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_reachable(tensor: torch.Tensor) -> bool:
     """Whether Rust can copy from and to its memory: the host's, or an NVIDIA GPU's."""
     # torch calls AMD's devices cuda as well; their driver is another one.
-    return tensor.device.type == "cpu" or (tensor.is_cuda and torch.version.cuda is not None)
+    return tensor.is_cpu or (tensor.is_cuda and torch.version.cuda is not None)
 
 
 def device_number(tensor: torch.Tensor) -> int:
     """`HOST`, or the number of the CUDA device that holds it."""
-    return HOST if tensor.device.type == "cpu" else tensor.get_device()
+    return HOST if tensor.is_cpu else tensor.get_device()
 
 
 def wait_for_kernels(devices: Iterable[int]) -> None:

@@ -4,14 +4,15 @@ The order of DCP's own save, with a notice board where DCP gathers and scatters.
 meanwhile, and no rank waits without end.
 """
 
-import itertools
+import hashlib
 import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -23,19 +24,34 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_strata import _native
+from torch_strata.checkpoint._assignment import Assignment, assignment_of
 from torch_strata.checkpoint._board import PLANNING_RANK, Beats, Board, Failure
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint.handle import SaveHandle
+from torch_strata.checkpoint.planning import ChosenItems
 from torch_strata.checkpoint.save_planner import StrataSavePlanner
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.writer import StrataWriter
-from torch_strata.errors import CheckpointError, ConfigError, CoordinationError
+from torch_strata.errors import (
+    CheckpointError,
+    ConfigError,
+    CoordinationError,
+    CorruptionError,
+    ObjectNotFoundError,
+    PreconditionError,
+    StaleGenerationError,
+)
 
 __all__ = ["async_save"]
 
 _logger = logging.getLogger(__name__)
+
+# Part of `timeout` for removing what a failed save has written; others need some to hear of it, and to stop.
+_CLEANING_SHARE = 4
+
+_TIMEOUT = timedelta(seconds=60)
 
 OnFailure = Literal["raise", "continue"]
 
@@ -48,18 +64,25 @@ def async_save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    timeout: timedelta = timedelta(seconds=60),
+    timeout: timedelta = _TIMEOUT,
     on_failure: OnFailure = "raise",
+    step: int | None = None,
 ) -> SaveHandle:
     """Save in the background; returns when the state is copied, after which training may change anything.
 
-    Every rank of the group calls it, in the same order. No collective runs, neither here nor in the background: ranks
-    leave word in the store of the group, whatever its backend moves. Saves of a process are done one after another.
+    Every rank of the group calls it, for the same saves in the same order. Calls meet by their place, by `step`, and
+    where these are the same by their number: with a place or a `step` for each save, a call that a rank misses fails
+    that save, after `timeout`, and no other. No collective runs, neither here nor in the background: ranks leave word
+    in the store of the group, whatever its backend moves. Saves of a process are done one after another.
     At the end of the interpreter a save in flight is completed first.
+
+    With the default planner, a rank that saves a state of the same structure as the time before copies only what it
+    wrote then (``SaveStats.staged_bytes``); tensors that other ranks hold too and write are left to them. The first
+    call, one that comes while the save before is still being planned, and one after a failure copy everything.
 
     Args:
         state_dict: As for ``dcp.save``.
-        checkpoint_id: Place of this checkpoint, unless `storage_writer` has one.
+        checkpoint_id: Place of this checkpoint, and from now on of `storage_writer`; that one's own if not given.
         storage_writer: With what to write; one for `checkpoint_id` if not given.
         planner: A StrataSavePlanner if not given.
         process_group: Ranks that save together; the default group if not given.
@@ -67,6 +90,8 @@ def async_save(
         timeout: For how long a rank may be silent, and for how long others may go on after one has failed.
         on_failure: Whether a save that failed raises, from `SaveHandle.result` or, if nobody asked, from the next
             call here. With "continue" it is only logged, as every failure is. The previous checkpoint stays.
+        step: Of this save, the same on all ranks, by which saves to one place are told apart. Without it ranks whose
+            states hold different integers under ``step`` refuse to save together.
 
     Raises:
         ConfigError: If an argument cannot be used.
@@ -75,35 +100,56 @@ def async_save(
     """
     started = time.monotonic()
     writer = _writer_for(checkpoint_id, storage_writer)
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ConfigError(f"timeout: expected a timedelta above 0, found {timeout!r}")
-    if on_failure not in ("raise", "continue"):
-        raise ConfigError(f"on_failure: expected 'raise' or 'continue', found {on_failure!r}")
     place = writer.checkpoint_id if checkpoint_id is None else checkpoint_id
     process = _process()
-    board, earlier = process.board(process_group, no_dist=no_dist, timeout=timeout)
+    group = process.group(process_group, no_dist=no_dist)
+    is_usable = isinstance(timeout, timedelta) and timeout > timedelta(0)
+    board = group.board(place, step, timeout if is_usable else _TIMEOUT)
+    planner = planner or StrataSavePlanner()
     transfer = _native.Transfer()
     part = _Part(
         board=board,
         writer=writer,
-        planner=planner or StrataSavePlanner(),
+        planner=planner,
         place=place,
-        earlier=earlier,
+        group=group,
+        number=group.num_saves,
         transfer=transfer,
     )
     process.beats.start(board, part.give_up)
     try:
+        if not is_usable:
+            raise ConfigError(f"timeout: expected a timedelta above 0, found {timeout!r}")
+        if on_failure not in ("raise", "continue"):
+            raise ConfigError(f"on_failure: expected 'raise' or 'continue', found {on_failure!r}")
         process.raise_unseen()
-        staged = writer.copy_state(_plain(state_dict))
+        staged = writer.copy_state(_plain(state_dict), last=group.last_assignment(planner))
     except BaseException as error:
         # The others are in this save already, or will be, and learn of it there.
         part.end_by(error)
         process.beats.stop(board)
         raise
-    future = process.executor.submit(_run, process, part, staged, on_failure)
-    handle = SaveHandle(place, future, transfer, timedelta(seconds=time.monotonic() - started))
-    process.last = handle if on_failure == "raise" else None
-    return handle
+    future = process.executor.submit(_run, process, part, staged)
+    stage_time = timedelta(seconds=time.monotonic() - started)
+    process.last = SaveHandle(place, future, transfer, stage_time, raises=on_failure == "raise")
+    return process.last
+
+
+def _step_of(state: Mapping[str, Any]) -> int | None:
+    """The step that a state says it is of."""
+    step = state.get("step")
+    return step if type(step) is int else None
+
+
+def _check_steps(steps: Sequence[int | None], call: str) -> None:
+    """Refuse to make one checkpoint of two steps."""
+    known = {step: rank for rank, step in reversed(list(enumerate(steps))) if step is not None}
+    if len(known) > 1:
+        told = ", ".join(f"rank {rank} step {step}" for step, rank in sorted(known.items(), key=lambda pair: pair[1]))
+        raise CheckpointError(
+            f"{call}: {told} in one save: a rank has missed a call of async_save; pass step= so that such a call costs "
+            "one save and not all later ones"
+        )
 
 
 def in_turn(
@@ -117,15 +163,16 @@ def in_turn(
     process = _process()
     process.raise_unseen()
 
-    def run() -> SaveStats | None:
+    def run() -> SaveStats:
         try:
             return work()
         except BaseException as error:
-            return _failed(place, error, on_failure)
+            _log_failure(place, error)
+            raise
 
-    handle = SaveHandle(place, process.executor.submit(run), transfer, timedelta())
-    process.last = handle if on_failure == "raise" else None
-    return handle
+    future = process.executor.submit(run)
+    process.last = SaveHandle(place, future, transfer, timedelta(), raises=on_failure == "raise")
+    return process.last
 
 
 def _writer_for(place: str | os.PathLike[str] | None, writer: StrataWriter | None) -> StrataWriter:
@@ -142,26 +189,23 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
 
 
-def _run(
-    process: "_Process", part: "_Part", staged: StagedState | StagedFuture, on_failure: OnFailure
-) -> SaveStats | None:
+def _run(process: "_Process", part: "_Part", staged: StagedState | StagedFuture) -> SaveStats:
     """The background's part."""
     try:
         return part.save(staged)
     except BaseException as error:
-        return _failed(os.fspath(part.place), error, on_failure)
+        _log_failure(part.place, error)
+        raise
     finally:
         staged.lease.release()  # whoever keeps the planner, or an error's traceback, keeps no memory
         process.beats.stop(part.board)
 
 
-def _failed(place: str, error: BaseException, on_failure: OnFailure) -> None:
-    """Log why a save failed, and raise it unless training goes on without."""
-    _logger.error("%s: the checkpoint was not saved: %s: %s", place, type(error).__name__, error)
+def _log_failure(place: str | os.PathLike[str], error: BaseException) -> None:
+    where = os.fspath(place)
+    _logger.error("%s: the checkpoint was not saved: %s: %s", where, type(error).__name__, error)
     for note in getattr(error, "__notes__", ()):
-        _logger.error("%s: %s", place, note)
-    if on_failure != "continue" or not isinstance(error, Exception):
-        raise error
+        _logger.error("%s: %s", where, note)
 
 
 @dataclass(kw_only=True)
@@ -172,12 +216,16 @@ class _Part:
     writer: StrataWriter
     planner: SavePlanner
     place: str | os.PathLike[str]
-    earlier: list[Board]
+    group: "_Group"
+    number: int
     transfer: _native.Transfer
+    offer: SavePlan | None = None
     metadata: Metadata | None = None
     may_be_committed: bool = False
     has_ended: bool = False
     is_running: bool = False
+    was_given_up: bool = False
+    staged_bytes: int = 0
 
     @property
     def plans(self) -> bool:
@@ -197,7 +245,7 @@ class _Part:
         finally:
             self.is_running = False
             if self.plans:
-                self.earlier.append(self.board)
+                self.group.earlier.append(self.board)
         stats = self.writer.stats
         assert stats is not None  # write_data has set it
         rate = stats.written_bytes / 1e9 / max(stats.write_seconds, 1e-9)
@@ -205,10 +253,11 @@ class _Part:
             "%s: saved; this rank wrote %d bytes in %.2f s (%.2f GB/s)",
             *(os.fspath(self.place), stats.written_bytes, stats.write_seconds, rate),
         )
-        return stats
+        return replace(stats, staged_bytes=self.staged_bytes)
 
     def give_up(self) -> None:
-        """Another rank has failed: write no more."""
+        """Another rank has failed, or the store of the group has gone: write no more."""
+        self.was_given_up = True
         self.transfer.cancel()
 
     def end_by(self, error: BaseException) -> BaseException:
@@ -216,10 +265,11 @@ class _Part:
         try:
             failure = self._agreed(error)
         except CoordinationError as lost:
-            error.add_note(str(lost))
-            failure = Failure(self.board.rank, error)
+            if not self.was_given_up:
+                error.add_note(str(lost))
+            failure = Failure(self.board.rank, lost if self.was_given_up else error)
         if self.is_running and not self.may_be_committed:
-            self.writer.discard()
+            self.writer.discard(within=self.board.timeout / _CLEANING_SHARE)
         if failure.rank != self.board.rank:
             failure.cause.add_note(f"rank {failure.rank} of {self.board.world_size} failed at this, first of all")
         return failure.cause
@@ -240,11 +290,13 @@ class _Part:
     def _save(self, staged: StagedState | StagedFuture) -> None:
         board = self.board
         state = staged.result() if isinstance(staged, StagedFuture) else staged
-        board.post("plan", (os.fspath(self.place), self._local_plan(state)))
+        self.staged_bytes = state.num_bytes
+        board.post("plan", (_step_of(state), self._local_plan(state)))
         if self.plans:
             for rank, plan in enumerate(self._global_plan(board.gather("plan"))):
                 board.post("assigned", plan, rank=rank)
         plan = self.planner.finish_plan(board.take("assigned"))
+        self._remember(state, plan)
         results = self.writer.write_data(plan, self.planner).value()
         if self.plans:
             board.post("written", results)
@@ -260,28 +312,51 @@ class _Part:
             raise
 
     @gc_paused()
-    def _local_plan(self, state: dict[str, Any]) -> SavePlan:
+    def _local_plan(self, state: StagedState) -> SavePlan:
         self.writer.reset(self.place)
         self.writer.transfer = self.transfer
         self.planner.set_up_planner(state, storage_meta=self.writer.storage_meta(), is_coordinator=self.plans)
         self.writer.set_up_storage_writer(self.plans, rank=self.board.rank, use_collectives=True)
-        return self.writer.prepare_local_plan(self.planner.create_local_plan())
+        if state.assignment is not None and isinstance(self.planner, StrataSavePlanner):
+            self.offer = self.planner.repeat_local_plan(state.assignment)
+        else:
+            self.offer = self.planner.create_local_plan()
+        return self.writer.prepare_local_plan(self.offer)
+
+    def _remember(self, state: StagedState, plan: SavePlan) -> None:
+        """What this rank writes now is all that it needs to copy of a state like this the next time."""
+        options = _options(self.planner)
+        if options is None or self.board.world_size == 1 or not isinstance(plan.items, ChosenItems):
+            return
+        assert self.offer is not None  # `_local_plan` has set it
+        mappings = self.planner.mappings  # type: ignore[attr-defined]
+        self.group.assignment = assignment_of(
+            state.outline,
+            number=self.number,
+            options=options,
+            offer=self.offer,
+            chosen=plan.items,
+            names=mappings,
+        )
 
     @gc_paused()
-    def _global_plan(self, told: Sequence[tuple[str, SavePlan]]) -> list[SavePlan]:
-        while self.earlier:  # each rank has ended the saves before, or it would not have come to this one
-            self.earlier.pop().forget()
-        places, plans = zip(*told, strict=True)
-        for rank, place in enumerate(places):
-            if place != places[0]:
-                raise CheckpointError(f"rank 0 saves to {places[0]}, rank {rank} to {place}: each save has one place")
+    def _global_plan(self, told: Sequence[tuple[int | None, SavePlan]]) -> list[SavePlan]:
+        while self.group.earlier:  # each rank has ended the saves before, or it would not have come to this one
+            self.group.earlier.pop().forget()
+        steps, plans = zip(*told, strict=True)
+        _check_steps(steps, self.board.call)
         assigned, self.metadata = self.planner.create_global_plan(list(plans))
         return self.writer.prepare_global_plan(assigned)
 
     def _commit(self, results: list[list[WriteResult]]) -> None:
         assert self.metadata is not None  # `_global_plan` has set it
         self.may_be_committed = True  # what fails from here on `finish` itself cleans up, if it may
-        self.writer.finish(self.metadata, results)
+        try:
+            self.writer.finish(self.metadata, results)
+        except (CorruptionError, ObjectNotFoundError, PreconditionError, StaleGenerationError):
+            # Nothing was published. Each rank removes its own: the planning rank may not see a disk that is not shared.
+            self.may_be_committed = False
+            raise
         try:
             self.board.end(None)
         except CoordinationError as error:
@@ -296,24 +371,18 @@ class _Process:
         self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strata-save")
         self.beats = Beats()
         self.last: SaveHandle | None = None
-        # Of each group the number of its next save, which is the same on all ranks, and its store.
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
 
-    def board(self, group: dist.ProcessGroup | None, *, no_dist: bool, timeout: timedelta) -> tuple[Board, list[Board]]:
-        """For the next save of a group, and those of the saves before that are still to be forgotten."""
+    def group(self, group: dist.ProcessGroup | None, *, no_dist: bool) -> "_Group":
+        """The ranks that save together."""
         if no_dist or world_size() is None:
-            return Board(store=dist.HashStore(), prefix="save", rank=0, world_size=1, timeout=timeout), []
+            return _Group(None)
         group = distributed_c10d._get_default_group() if group is None else group
-        rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else -1
-        if rank < 0:
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise ConfigError("process_group: expected a ProcessGroup with this process in it")
         if group not in self._groups:
             self._groups[group] = _Group(group)  # opens a connection
-        known = self._groups[group]
-        prefix = f"torch_strata/save/{next(known.numbers)}"
-        size = dist.get_world_size(group)
-        board = Board(store=known.store, prefix=prefix, rank=rank, world_size=size, timeout=timeout)
-        return board, known.earlier
+        return self._groups[group]
 
     def raise_unseen(self) -> None:
         """Raise what the save before failed at, if nobody has asked."""
@@ -324,14 +393,58 @@ class _Process:
 
 
 class _Group:
-    """A process group's store, over a connection of our own: another thread may block in the group's."""
+    """Ranks that save together: their store, and what lasts from save to save."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        # The original lives on with the clone: on one rank it is the server.
-        self._original = distributed_c10d._get_process_group_store(group)
-        self.store = self._original.clone()
-        self.numbers = itertools.count()
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        if group is None:
+            self.store: dist.Store = dist.HashStore()
+        else:
+            # A connection of our own: another thread may block in the group's. The original lives on with the clone:
+            # on one rank it is the server.
+            self._original = distributed_c10d._get_process_group_store(group)
+            self.store = self._original.clone()
+        self.num_saves = 0
+        # How often each save was called for. Ranks meet by this and not by a count of all calls: one that has missed a
+        # call would meet the others at the wrong saves ever after, and what they save would be a mix.
+        self._calls: Counter[str] = Counter()
+        # Boards that are still to be forgotten.
         self.earlier: list[Board] = []
+        self.assignment: Assignment | None = None
+
+    def board(self, place: str | os.PathLike[str], step: int | None, timeout: timedelta) -> Board:
+        """For the next save."""
+        call = os.fspath(place) if step is None else f"{os.fspath(place)} at step {step}"
+        self.num_saves += 1
+        self._calls[call] += 1
+        name = hashlib.blake2b(call.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        board = Board(
+            store=self.store,
+            prefix=f"torch_strata/save/{name}/{self._calls[call]}",
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            call=call,
+        )
+        board.announce()
+        return board
+
+    def last_assignment(self, planner: SavePlanner) -> Assignment | None:
+        """This rank's part in the save before the one that begins, if a rank that knows it need copy no more.
+
+        Of that save only: so all ranks that copy a part copy parts of the same plan (`_copies.py`).
+        """
+        known = self.assignment
+        if known is None or known.number != self.num_saves - 1 or known.options != _options(planner):
+            return None
+        return known
+
+
+def _options(planner: SavePlanner) -> tuple[bool, ...] | None:
+    """What decides how a planner plans a state; None if that is not known."""
+    if type(planner) is not StrataSavePlanner or not planner.flatten_state_dict:
+        return None
+    return planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank
 
 
 _the_process: _Process | None = None

@@ -9,7 +9,9 @@ from datetime import timedelta
 from typing import Self
 
 from torch_strata import _native
+from torch_strata.checkpoint._progress import in_words
 from torch_strata.checkpoint.save_stats import SaveStats
+from torch_strata.errors import ConfigError, ForkedProcessError
 
 __all__ = ["SaveHandle", "SaveProgress"]
 
@@ -36,9 +38,7 @@ class SaveProgress:
         return self.elapsed * ((self.total_bytes - self.written_bytes) / self.written_bytes)
 
     def __str__(self) -> str:
-        rate = self.written_bytes / 1e6 / max(self.elapsed.total_seconds(), 1e-9)
-        rest = "" if self.remaining is None else f", {self.remaining.total_seconds():.0f} s left"
-        return f"{self.written_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB, {rate:.0f} MB/s{rest}"
+        return in_words(self.written_bytes, self.total_bytes, self.elapsed.total_seconds())
 
 
 class SaveHandle:
@@ -52,25 +52,40 @@ class SaveHandle:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        future: "Future[SaveStats | None]",
+        future: "Future[SaveStats]",
         transfer: _native.Transfer,
         stage_time: timedelta,
+        *,
+        raises: bool,
     ) -> None:
         self.path = path
         self.stage_time = stage_time
         self._transfer = transfer
         self._began = time.monotonic()
         self._future = future
+        self._raises = raises
         self._is_seen = False
+        self._pid = os.getpid()
 
     @property
     def progress(self) -> "SaveProgress":
         """How far this rank has come."""
+        written, total = self._transfer.progress
         return SaveProgress(
-            written_bytes=self._transfer.written_bytes,
-            total_bytes=self._transfer.total_bytes,
+            written_bytes=written,
+            total_bytes=total,
             elapsed=timedelta(seconds=time.monotonic() - self._began),
         )
+
+    @property
+    def stats(self) -> SaveStats | None:
+        """What the save did on this rank; None before it has ended, and if it failed."""
+        return self._future.result() if self.done() and self._future.exception() is None else None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the save failed; None before it has ended. Whoever looks here has not asked, as `exception` does."""
+        return self._future.exception() if self._future.done() else None
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -89,18 +104,26 @@ class SaveHandle:
             TimeoutError: If the save has not ended in time; it goes on.
             StrataError: Why the save failed: what this rank raised, or the first other rank that failed, with a note
                 that says which.
+            ForkedProcessError: In a child that was forked meanwhile, which has none of the threads that save.
         """
         failure = self.exception(timeout)
-        if failure is not None:
+        if failure is None:
+            return self._future.result()
+        if self._raises or not isinstance(failure, Exception):
             raise failure
-        return self._future.result()
+        return None
 
     def exception(self, timeout: timedelta | None = None) -> BaseException | None:
         """Wait for the end; why the save failed, or None.
 
         Raises:
             TimeoutError: If the save has not ended in time; it goes on.
+            ForkedProcessError: As `result`.
         """
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise ConfigError(f"timeout: expected a timedelta, found {timeout!r}")
+        if not self._future.done() and self._pid != os.getpid():
+            raise ForkedProcessError(f"{os.fspath(self.path)}: the process that this one was forked from saves it")
         error = self._future.exception(None if timeout is None else timeout.total_seconds())
         self._is_seen = True
         return error
@@ -110,5 +133,5 @@ class SaveHandle:
         self._future.add_done_callback(lambda _: callback(self))
 
     def unseen_failure(self) -> BaseException | None:
-        """Why the save failed, if it has ended and nobody has asked yet; who calls this has asked."""
-        return None if self._is_seen or not self._future.done() else self.exception()
+        """Why the save failed, if it has ended, should raise, and nobody has asked; who calls this has asked."""
+        return self.exception() if self._raises and not self._is_seen and self._future.done() else None

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import world_size
+from torch_strata.checkpoint._generation import generation_of
 from torch_strata.checkpoint._order import SaveOrder, check_step, make_order
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
 from torch_strata.checkpoint._run_writer import RunWriter, retain
@@ -151,6 +152,7 @@ class CheckpointManager:
 
         def write() -> SaveStats:
             started = time.monotonic()
+            self._claim()
             raw = self._run.save_bytes(
                 taken, order.as_native(), save_id=os.urandom(16).hex(), overwrite=order.overwrite, transfer=transfer
             )
@@ -180,6 +182,7 @@ class CheckpointManager:
             no_dist=self._no_dist,
             timeout=self._timeout,
             on_failure=self._on_failure,
+            step=order.step,
         )
 
     def load(
@@ -305,6 +308,7 @@ class CheckpointManager:
 
     def apply_retention(self) -> None:
         """Apply the policy now, on one rank."""
+        self._claim()
         retain(self._run, self._root)
 
     @property
@@ -329,12 +333,14 @@ class CheckpointManager:
     def _alone(self) -> bool:
         return self._no_dist or world_size() is None
 
+    def _claim(self) -> None:
+        """The right to commit and to remove: the one that this process's writers have too."""
+        self._run.hold(generation_of(self._root, self._config))
+
     def _note(self, handle: SaveHandle) -> None:
-        failure = None if handle.stats is not None else handle.failure()
-        if handle.stats is not None:
-            self._durable_at, self._last_failure = time.monotonic(), None
-        else:
-            self._last_failure = failure
+        self._last_failure = handle.failure
+        if self._last_failure is None:
+            self._durable_at = time.monotonic()
 
     def _check_age(self) -> None:
         if self._max_age is not None and self.last_durable_age > self._max_age:

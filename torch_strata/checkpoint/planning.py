@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from torch_strata.checkpoint._assignment import Copied
 from torch_strata.checkpoint._columns import SHARD, TENSOR, Builder, Columns, forget_unpacked, unpack
-from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._gc import gc_paused, give_back_memory
 from torch_strata.checkpoint._lazy_state import Chunks, LazyState, PlannedMetadata
 from torch_strata.checkpoint._merge import Merged, Selection, merge_columns
+from torch_strata.checkpoint._shortcuts import is_bare
 from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_dense
 from torch_strata.errors import CheckpointError
 
@@ -42,9 +44,16 @@ _merged: "OrderedDict[bytes, tuple[Merged, Chunks]]" = OrderedDict()
 class PackedItems(Sequence[WriteItem]):
     """Items of a plan as columns: WriteItems are made when somebody looks, and pickling is short."""
 
-    def __init__(self, columns: Columns | None = None, packed: tuple[bytes, bytes, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        columns: Columns | None = None,
+        packed: tuple[bytes, bytes, bytes] | None = None,
+        copied: Copied | None = None,
+    ) -> None:
         self._columns = columns
         self._packed = packed
+        # What alone the rank has copied, if not everything.
+        self.copied = copied
         self._items: list[WriteItem] | None = None
 
     @property
@@ -60,6 +69,11 @@ class PackedItems(Sequence[WriteItem]):
     def digest(self) -> bytes:
         """16 bytes that differ where any item does."""
         return self.columns.digest if self._packed is None else self._packed[2]
+
+    def forget(self) -> None:
+        """Let go of the columns, where what they were unpacked from is there."""
+        if self._packed is not None:
+            self._columns = None
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -83,16 +97,24 @@ class PackedItems(Sequence[WriteItem]):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._packed is None:
             self._packed = (*self.columns.packed, self.columns.digest)
-        return PackedItems, (None, self._packed)
+        return PackedItems, (None, self._packed, self.copied)
+
+    def limited_to(self, copied: Copied) -> "PackedItems":
+        """The same items, of which only `copied` is copied."""
+        return PackedItems(self._columns, self._packed, copied)
 
 
 class ChosenItems(PackedItems):
-    """What one rank writes of its plan. Only the choice travels: the rank has the plan."""
+    """What one rank writes of its plan. Only the choice travels: the rank has the plan.
 
-    def __init__(self, offered: PackedItems | None, selection: Selection) -> None:
+    `key` names the plan of all ranks; empty if the same offers might be assigned otherwise another time.
+    """
+
+    def __init__(self, offered: PackedItems | None, selection: Selection, key: bytes = b"") -> None:
         super().__init__()
         self.selection = selection
         self.offered = offered
+        self.key = key
 
     @property
     def columns(self) -> Columns:
@@ -102,7 +124,7 @@ class ChosenItems(PackedItems):
         return super().columns
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChosenItems, (None, self.selection)
+        return ChosenItems, (None, self.selection, self.key)
 
 
 class CompactItems(list[WriteItem]):
@@ -198,26 +220,40 @@ def merge(plans: Sequence[SavePlan], *, to_lowest_rank: bool = False) -> tuple[l
 
     Raises:
         LayoutMismatchError: If the plans do not fit together, naming tensors, ranks and regions.
+        CheckpointError: If no rank has copied a tensor that is to be saved.
     """
     items: list[PackedItems] = [plan.items for plan in plans]  # type: ignore[misc]
     key = hashlib.blake2b(b"".join(item.digest for item in items) + bytes([to_lowest_rank]), digest_size=16).digest()
-    if key not in _merged:
-        columns = [item.columns for item in items]
-        found = merge_columns(columns, to_lowest_rank=to_lowest_rank)
-        _merged[key] = found, _chunks(found, columns)
-    _merged.move_to_end(key)
-    while len(_merged) > _KEPT:
-        _merged.popitem(last=False)
-    merged, chunks = _merged[key]
+    if any(item.copied is not None and item.copied.key != key for item in items):
+        # Some copied what a plan gave them that holds no more. This one holds for their copies alone: it has no key.
+        copies = [None if item.copied is None else item.copied.selection for item in items]
+        merged, chunks = _merge(items, to_lowest_rank=to_lowest_rank, copies=copies)
+        key = b""
+    else:
+        if key not in _merged:
+            _merged[key] = _merge(items, to_lowest_rank=to_lowest_rank)
+        _merged.move_to_end(key)
+        while len(_merged) > _KEPT:
+            _merged.popitem(last=False)
+        merged, chunks = _merged[key]
     metadata = PlannedMetadata(LazyState(chunks))  # type: ignore[arg-type]
     metadata.planner_data = _merged_paths([plan.planner_data for plan in plans])
     final = [
-        SavePlan(ChosenItems(item, selection))  # type: ignore[arg-type]
+        SavePlan(ChosenItems(item, selection, key))  # type: ignore[arg-type]
         for item, selection in zip(items, merged.selections, strict=True)
     ]
+    for item in items:
+        item.forget()
     forget_unpacked()
     _unpacked_paths.cache_clear()
     return final, metadata
+
+
+def _merge(items: Sequence[PackedItems], **options: Any) -> tuple[Merged, Chunks]:
+    columns = [item.columns for item in items]
+    found = merge_columns(columns, **options)
+    give_back_memory()
+    return found, _chunks(found, columns)
 
 
 def finished(plan: SavePlan, local: SavePlan) -> SavePlan:
@@ -225,7 +261,7 @@ def finished(plan: SavePlan, local: SavePlan) -> SavePlan:
     chosen, offered = plan.items, local.items
     if not isinstance(chosen, ChosenItems) or not isinstance(offered, PackedItems):
         return plan
-    return replace(plan, items=ChosenItems(offered, chosen.selection))  # type: ignore[arg-type]
+    return replace(plan, items=ChosenItems(offered, chosen.selection, chosen.key))  # type: ignore[arg-type]
 
 
 def _merged_paths(paths: Sequence[_Paths | None]) -> dict[str, Any]:
@@ -265,8 +301,7 @@ def _items_of(state: Mapping[str, Any]) -> Sequence[WriteItem]:
     tensor, is_pinnable, records_grad = torch.Tensor, torch.cuda.is_available(), torch.is_grad_enabled()
     for fqn, value in state.items():
         kind = type(value)
-        # An attribute could make a plain tensor one that DCP asks for its shards.
-        if kind in PLAIN_TYPES and not vars(value) and value.layout is torch.strided:
+        if is_bare(value) and value.layout is torch.strided:
             size, strides = value.shape, value.stride()
             template = _described(value, strides, value.requires_grad, is_pinnable)
             builder.add_tensor(fqn, TENSOR, template, size, strides, (0,) * len(size), size)

@@ -23,11 +23,14 @@ from torch.futures import Future
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import Exchange, Group, group_fault, world_size
-from torch_strata.checkpoint._load import LoadSettings, ReadStats, check_coverage, load_plan
+from torch_strata.checkpoint._load import LoadSettings, ReadStats, load_plan
 from torch_strata.checkpoint._metadata import read_metadata
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._payload import Trusted
+from torch_strata.checkpoint._progress import shown, wants_bar
+from torch_strata.checkpoint._resolve import check_coverage
 from torch_strata.checkpoint._store import check_flag, is_place, open_store, resolve_config
+from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.config import StorageConfig
 from torch_strata.errors import (
     CheckpointError,
@@ -162,11 +165,14 @@ class StrataReader(StorageReader):
     def _begin_anew(self) -> None:
         self._load_id = uuid.uuid4().hex
         self._opened: Opened | None = None
+        self._reads: Opened | None = None  # while it loads, for whoever looks how far that has come
         self._rank: int | None = None
         self._stats: ReadStats | None = None
+        self._met_before: StoreStats | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_opened_store": None, "_group": None, "_lease": None}
+        unopened = {"_opened": None, "_reads": None, "_opened_store": None, "_met_before": None}
+        return {**self.__dict__, **unopened, "_group": None, "_lease": None}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -207,6 +213,7 @@ class StrataReader(StorageReader):
         rank = kwargs.get("rank")
         self._opened = None
         try:
+            self._met_before = StoreStats.of(self._store())
             self._opened = self._open(rank)
             return self._metadata(self._opened, rank)
         except CheckpointNotFoundError as error:
@@ -265,15 +272,25 @@ class StrataReader(StorageReader):
 
         With a group every rank raises what one of them has failed at.
         """
-        started = time.monotonic()
+        started, before = time.monotonic(), self._met_before or StoreStats.of(self._store())
+
+        def met() -> StoreStats:
+            return StoreStats.of(self._store()).since(before)
+
+        def look() -> tuple[int, int]:
+            return (0, 0) if self._reads is None else self._reads.native.progress
+
         try:
-            if self._group is not None and self._rank is None:
-                stats = self._read_with(self._group, plan, planner)
-            else:
-                stats = self._read_alone(plan, planner)
+            with shown("loading", os.fspath(self._place), look, met, bar=wants_bar(self._config.progress)):
+                if self._group is not None and self._rank is None:
+                    stats = self._read_with(self._group, plan, planner)
+                else:
+                    stats = self._read_alone(plan, planner)
         finally:
+            self._reads = None
             self._release()
-        self._stats = replace(stats, seconds=time.monotonic() - started)
+        self._stats = replace(stats, seconds=time.monotonic() - started, store=met())
+        self._met_before = None
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -282,16 +299,16 @@ class StrataReader(StorageReader):
         # Two rounds are in memory, and up to as much again for destinations that do not take bytes as they are.
         round_bytes = self._config.max_in_flight_bytes // 4
         with Exchange(group, where=os.fspath(self._place), round_bytes=round_bytes) as exchange:
-            opened = self._opened or self._open(None)
+            opened = self._reads = self._opened or self._open(None)
             return load_plan(opened, plan, planner, self._settings, exchange)
 
     def _read_alone(self, plan: LoadPlan, planner: LoadPlanner) -> ReadStats:
-        opened = self._opened or self._open(self._rank)
+        opened = self._reads = self._opened or self._open(self._rank)
         try:
             return self._load(opened, plan, planner)
         except ObjectNotFoundError:
             # A save that ended meanwhile may have removed what it superseded: read the new state, once.
-            self._opened = self._open(self._rank)
+            self._opened = self._reads = self._open(self._rank)
             if self._opened.same_as(opened) or plan.storage_data != 1:
                 raise  # other ranks may already have read the old state
             return self._load(self._opened, plan, planner)

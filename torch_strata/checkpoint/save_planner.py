@@ -12,9 +12,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
+from torch_strata.checkpoint._assignment import Assignment, copied_rows
 from torch_strata.checkpoint._gc import gc_paused
-from torch_strata.checkpoint._tensors import PLAIN_TYPES
+from torch_strata.checkpoint._shortcuts import is_bare
 from torch_strata.checkpoint.planning import ChosenItems, PackedItems, finished, local_plan, merge
+from torch_strata.errors import CheckpointError
 
 __all__ = ["StrataSavePlanner"]
 
@@ -69,17 +71,28 @@ class StrataSavePlanner(DefaultSavePlanner):
         self.plan = local_plan(self.state_dict, paths=self.mappings if self.flatten_state_dict else {})
         return self.plan
 
+    def repeat_local_plan(self, last: Assignment) -> SavePlan:
+        """As `create_local_plan`, for a state of which only what `last` tells was copied."""
+        self.plan = last.repeated()
+        return self.plan
+
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """What each rank writes, and the checkpoint's metadata.
 
         Raises:
             LayoutMismatchError: If the plans do not fit together, naming tensors, ranks and regions.
+            CheckpointError: If no rank has copied a tensor that is to be saved.
         """
         if all(isinstance(plan.items, PackedItems) for plan in all_plans):
             self.global_plan, self.metadata = merge(all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank)
             if not self.flatten_state_dict:
                 self.metadata.planner_data = None
         else:  # an item of a foreign class is DCP's to plan
+            if any(getattr(plan.items, "copied", None) is not None for plan in all_plans):
+                raise CheckpointError(
+                    "a rank saves an object that only DCP can plan, which no rank did the last time: the others copied "
+                    "no more than their part; the next save copies everything"
+                )
             plain = [replace(plan, planner_data=dict(plan.planner_data.mapping)) for plan in all_plans]
             self.global_plan, self.metadata = self._create_global_plan(plain)
         return self.global_plan, self.metadata
@@ -98,14 +111,17 @@ class StrataSavePlanner(DefaultSavePlanner):
         if piece is None:
             return self._chunk(index)
         offset, first, count = piece
+        copied = copied_rows(self.state_dict.get(index.fqn))
+        if copied is not None and (first, count) in copied:
+            return copied[first, count]
         return self._chunk(MetadataIndex(index.fqn, offset)).detach().narrow(0, first, count)
 
     def _chunk(self, index: MetadataIndex) -> Any:
         found = self.state_dict.get(index.fqn)
-        # DCP would ask whether it implements a protocol, which takes longer than all else. An attribute could make a
-        # plain tensor one that does.
-        if type(found) in PLAIN_TYPES and not vars(found) and (index.offset is None or not any(index.offset)):
+        if is_bare(found) and (index.offset is None or not any(index.offset)):
             return found
+        if copied_rows(found) is not None:
+            raise CheckpointError(f"cannot store {index.fqn!r}: this rank left it to another one and has no copy")
         return find_state_dict_object(self.state_dict, index)
 
 

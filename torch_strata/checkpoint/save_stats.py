@@ -1,6 +1,8 @@
-"""What a save did, as far as one rank knows. Imports nothing."""
+"""What a save did, as far as one rank knows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch_strata.checkpoint.store_stats import StoreStats
 
 __all__ = ["SaveStats"]
 
@@ -12,7 +14,9 @@ class SaveStats:
     Attributes:
         save_id: Identity of the save.
         written_bytes: Bytes that this rank wrote.
+        staged_bytes: Bytes of tensors that this rank copied first, in an asynchronous save.
         write_seconds: Time this rank needed to write them, in seconds.
+        store: What the store went through for that, and for the commit where this rank committed.
         committed: Whether this rank committed (the planning rank, or any rank without collectives); the fields below
             are 0 elsewhere.
         number: Number of the manifest.
@@ -27,7 +31,9 @@ class SaveStats:
 
     save_id: str
     written_bytes: int = 0
+    staged_bytes: int = 0
     write_seconds: float = 0.0
+    store: StoreStats = field(default_factory=StoreStats)
     committed: bool = False
     number: int = 0
     objects: int = 0

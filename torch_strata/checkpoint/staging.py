@@ -5,11 +5,7 @@ re-uses memory that a save in flight, or whoever keeps its state, still refers t
 """
 
 import copy
-import logging
-import os
 import threading
-import time
-from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_strata import _native
-from torch_strata.checkpoint._arena import ArenaStats, Lease, arena
-from torch_strata.checkpoint._process import forget_dead_process, forget_process
+from torch_strata.checkpoint._arena import ArenaStats, arena
+from torch_strata.checkpoint._assignment import Assignment, Rows, Share, rows_only
+from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._leaves import LISTS, MAPPINGS, Leaves
+from torch_strata.checkpoint._optimizers import hold_steps, storages_of
+from torch_strata.checkpoint._process import forget_process
 from torch_strata.checkpoint._staged import StagedFuture, StagedState, keep_attributes, shard_like
 from torch_strata.checkpoint._tensors import (
     HOST,
@@ -31,31 +31,33 @@ from torch_strata.checkpoint._tensors import (
     wait_for_kernels,
 )
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, ConfigError
+from torch_strata.errors import CheckpointError
 
 __all__ = [
     "ArenaStats",
     "StagedFuture",
     "StagedState",
     "arena_stats",
-    "check_optimizers",
-    "forget_dead_process",
     "forget_process",
     "snapshot",
     "snapshot_behind_training",
-    "takes_turn",
-    "wait_for_turn",
 ]
-
-_logger = logging.getLogger(__name__)
 
 # From this size on a payload is aligned in its file so that direct I/O needs no bounce (layout.rs): so is its copy.
 _ALIGNED_BYTES = 512 << 10
 _PAGE_BYTES = 4096
 _LEAST_ALIGN = 64
 
+_UNCHANGING = (int, float, bool, str, bytes, type(None))
 
-def snapshot(state: dict[str, Any], *, config: StorageConfig | None = None, user: str = "a state") -> StagedState:
+
+def snapshot(
+    state: dict[str, Any],
+    *,
+    config: StorageConfig | None = None,
+    user: str = "a state",
+    last: Assignment | None = None,
+) -> StagedState:
     """A copy that later changes to `state` do not reach: tensors copied to the host, values deep-copied.
 
     Views that were the same memory stay the same memory (tied weights are copied once); a DTensor keeps its mesh and
@@ -65,11 +67,13 @@ def snapshot(state: dict[str, Any], *, config: StorageConfig | None = None, user
         state: What `dcp.save` takes.
         config: Its `max_staging_bytes` limits the memory of all staged states together, its `deadline` the wait for it.
         user: Who needs the copy, in words for those who wait for its memory.
+        last: What this rank wrote of a state last time. If `state` has the same structure, only that is copied, and
+            `StagedState.assignment` says so.
 
     Raises:
         CheckpointError: If a value cannot be copied, naming it; if the memory is not to be had.
     """
-    staging = _Staging(state, frozenset(), config, user)
+    staging = _Staging(state, frozenset(), config, user, last)
     staging.finish()
     return staging.staged
 
@@ -80,6 +84,7 @@ def snapshot_behind_training(
     *,
     config: StorageConfig | None = None,
     user: str = "a state",
+    last: Assignment | None = None,
 ) -> StagedFuture:
     """As `snapshot`, but what only the optimizers' ``step`` changes is copied while the next forward and backward run.
 
@@ -89,13 +94,12 @@ def snapshot_behind_training(
     Raises:
         CheckpointError: As `snapshot`, unless it happens later: then the future raises it.
     """
-    storages = frozenset(storage for optimizer in optimizers for storage in _storages_of(optimizer))
-    staging = _Staging(state, storages, config, user)
+    staging = _Staging(state, storages_of(optimizers), config, user, last)
     future = StagedFuture()
     future.lease = staging.staged.lease
     future.set_running_or_notify_cancel()
     ended = threading.Event()
-    _fence(optimizers, ended)
+    hold_steps(optimizers, ended)
 
     def finish() -> None:
         try:
@@ -111,98 +115,9 @@ def snapshot_behind_training(
     return future
 
 
-# Of DCP's last save in the background: this process's id, and the memory of its state.
-_running: tuple[int, Lease] | None = None
-
-# What DCP calls the threads in which it saves.
-_DCP_THREADS = ("AsyncCheckpointExecutor", "ThreadPoolExecutor")
-
-_LOOK_EVERY_SECONDS = 0.002
-_SAID_AFTER_SECONDS = 0.1
-
-
-def wait_for_turn(*, user: str, deadline_seconds: float) -> None:
-    """Wait until DCP's save in the background before this one has ended.
-
-    Two at a time would mix: their collectives meet on one group, and answers of a process on one pipe.
-
-    Raises:
-        CheckpointError: If it has not ended in time.
-    """
-    started = time.monotonic()
-    said = False
-    while _running is not None and _running[0] == os.getpid() and _is_running(_running[1]):
-        # The thread of a save that has reported its end takes a moment to go.
-        if not said and time.monotonic() - started > _SAID_AFTER_SECONDS:
-            said = True
-            _logger.warning("%s waits for the save before it; torch_strata.async_save would not", user)
-        if time.monotonic() - started > deadline_seconds:
-            raise CheckpointError(f"{user} waited {deadline_seconds:g} s for the save before it")
-        time.sleep(_LOOK_EVERY_SECONDS)
-
-
-def takes_turn(lease: Lease) -> None:
-    """DCP's save in the background of this memory's state begins."""
-    global _running
-    _running = os.getpid(), lease
-
-
-def _is_running(lease: Lease) -> bool:
-    if lease.thread is threading.current_thread():
-        return False  # a callback of that very save
-    if lease.thread is not None:
-        return lease.thread.is_alive()
-    # It has not come to its writer yet, or never did.
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(_DCP_THREADS)]
-    return lease.is_held and bool(threads)
-
-
 def arena_stats() -> ArenaStats:
     """What this process keeps for staging now."""
     return arena().stats()
-
-
-def check_optimizers(value: object) -> tuple[torch.optim.Optimizer, ...]:
-    """`value` as optimizers: one, or several.
-
-    Raises:
-        ConfigError: If it is something else.
-    """
-    optimizers = (value,) if not isinstance(value, list | tuple) else tuple(value)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"overlap: expected optimizers, found a {type(optimizer).__name__}")
-    return optimizers
-
-
-# Hooks before a step, by what they wait for.
-_fences: list[tuple[threading.Event, Any]] = []
-
-
-def _fence(optimizers: Sequence[torch.optim.Optimizer], ended: threading.Event) -> None:
-    """Let no step of `optimizers` begin before `ended` is set."""
-    # A hook cannot remove itself, torch is going through the hooks then: the next save removes those that have passed.
-    for passed in [fence for fence in _fences if fence[0].is_set()]:
-        passed[1].remove()
-        _fences.remove(passed)
-    pid = os.getpid()
-
-    def wait(*_: Any) -> None:
-        # In a forked child nobody copies, and its tensors are its own.
-        if os.getpid() == pid:
-            ended.wait()
-
-    _fences.extend((ended, optimizer.register_step_pre_hook(wait)) for optimizer in optimizers)
-
-
-def _storages_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    return {_local(value).untyped_storage()._cdata for value in tensors if isinstance(value, torch.Tensor)}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Piece:
@@ -210,27 +125,42 @@ class _Piece:
 
     __slots__ = ("device", "later", "num_bytes", "offset", "source", "staged", "strides")
 
-    def __init__(self, source: torch.Tensor, offset: int) -> None:
-        self.source, self.offset, self.num_bytes = source, offset, source.nbytes
+    def __init__(self, source: torch.Tensor, num_bytes: int, offset: int) -> None:
+        self.source, self.num_bytes, self.offset = source, num_bytes, offset
         self.strides: tuple[int, ...] | None = None  # of the copy; None if torch gathers it
         self.device = HOST
         self.later = False
         self.staged: torch.Tensor | None = None
 
 
+# Where a tensor of the state goes: to a piece; with some of its rows to pieces; or, None, to memory of its own.
+_Place = _Piece | dict[Rows, _Piece] | None
+
+
 class _Staging:
     """One copy in the making: the tensors are found first, then copied while the values are."""
 
-    def __init__(self, state: dict[str, Any], later: frozenset[int], config: StorageConfig | None, user: str) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any],
+        later: frozenset[int],
+        config: StorageConfig | None,
+        user: str,
+        last: Assignment | None,
+    ) -> None:
         config = config or StorageConfig()
         self._later = later
         self._pieces: list[_Piece] = []
         self._by_memory: dict[Any, _Piece] = {}
-        self._by_tensor: dict[int, _Piece] = {}
-        self._locals: dict[int, torch.Tensor] = {}
-        self._clones: dict[Any, torch.Tensor] = {}
+        self._clones: dict[int, torch.Tensor] = {}
         self._num_bytes = 0
-        self._place(state)
+        with gc_paused():
+            leaves = Leaves(state)
+            assignment = last if last is not None and last.is_of(leaves.structure) else None
+            shares: Sequence[Share] = [None] * len(leaves.tensors) if assignment is None else assignment.shares
+            places = list(map(self._place, leaves.local_tensors, shares))
+        # Walked once more below, in the same order.
+        self._found = zip(leaves.tensors, leaves.local_tensors, places, strict=True)
         wait_for_kernels({piece.device for piece in self._pieces})
         self._lease = arena().take(
             self._num_bytes,
@@ -241,7 +171,7 @@ class _Staging:
         try:
             copying = self._copy(later=False)
             try:
-                with torch.no_grad():
+                with gc_paused(), torch.no_grad():
                     staged = {key: self._take(value, str(key)) for key, value in state.items()}
             finally:
                 copying.wait()
@@ -250,8 +180,13 @@ class _Staging:
             self._lease.release()  # the error's traceback holds what was staged
             raise
         self._lease.settle()
-        self.staged = StagedState(staged)
-        self.staged.lease = self._lease
+        self.staged = StagedState(
+            staged,
+            lease=self._lease,
+            outline=leaves.outline(),
+            assignment=assignment,
+            num_bytes=sum(piece.num_bytes for piece in self._pieces) + sum(c.nbytes for c in self._clones.values()),
+        )
 
     def finish(self) -> None:
         """Wait until everything is copied.
@@ -262,38 +197,32 @@ class _Staging:
         if self._second is not None:
             self._second.wait()
 
-    def _place(self, value: Any) -> None:
-        """Give each tensor that fits into the slot as it is a place there."""
-        if isinstance(value, torch.Tensor):
-            if isinstance(value, DTensor):
-                local = self._locals[id(value)] = settled(value.to_local())
-                self._place(local)
-            elif is_plain(value) and value.numel() and value.data_ptr():
-                self._place_plain(value)
-        elif type(value) in (dict, OrderedDict, defaultdict):
-            for item in value.values():
-                self._place(item)
-        elif type(value) in (list, tuple):
-            for item in value:
-                self._place(item)
+    def _place(self, tensor: torch.Tensor, share: Share) -> _Place:
+        """Give a tensor that fits into the slot as it is a place there, or those of its rows that are this rank's."""
+        if not is_plain(tensor) or not tensor.numel() or not tensor.data_ptr():
+            return None
+        if share is None or (share and not tensor.is_contiguous()):
+            return self._piece(tensor)
+        return {(first, count): self._piece(tensor.detach().narrow(0, first, count)) for first, count in share}
 
-    def _place_plain(self, tensor: torch.Tensor) -> None:
+    def _piece(self, tensor: torch.Tensor) -> _Piece:
         shape, strides = tensor.shape, tensor.stride()
-        device, is_view = tensor.get_device(), tensor.is_conj() or tensor.is_neg()
-        memory = (tensor.data_ptr(), device, shape, strides, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
+        memory = (tensor.data_ptr(), tensor.get_device(), shape, strides, tensor.dtype, is_conj, is_neg)
         piece = self._by_memory.get(memory)
         if piece is None:
-            align = _LEAST_ALIGN if tensor.nbytes < _ALIGNED_BYTES else _PAGE_BYTES
+            num_bytes = tensor.nbytes
+            align = _LEAST_ALIGN if num_bytes < _ALIGNED_BYTES else _PAGE_BYTES
             offset = -(-self._num_bytes // align) * align
-            piece = self._by_memory[memory] = _Piece(tensor, offset)
-            self._num_bytes = offset + piece.num_bytes
+            piece = self._by_memory[memory] = _Piece(tensor, num_bytes, offset)
+            self._num_bytes = offset + num_bytes
             if is_reachable(tensor):
                 piece.device = device_number(tensor)
-                if not is_view and (tensor.is_contiguous() or is_dense(tuple(shape), strides)):
+                if not (is_conj or is_neg) and (tensor.is_contiguous() or is_dense(tuple(shape), strides)):
                     piece.strides = strides
                     piece.later = bool(self._later) and tensor.untyped_storage()._cdata in self._later
             self._pieces.append(piece)
-        self._by_tensor[id(tensor)] = piece
+        return piece
 
     def _copy(self, *, later: bool) -> _native.Copy:
         chosen = [piece for piece in self._pieces if piece.strides is not None and piece.later is later]
@@ -306,31 +235,26 @@ class _Staging:
         )
 
     def _take(self, value: Any, name: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            try:
-                return self._tensor(value)
-            except Exception as error:
-                raise CheckpointError(f"cannot copy {name!r} for an asynchronous save: {error}") from error
-        # Of other mappings a shallow copy may share what holds the items: those are copied deeply below.
-        if type(value) in (dict, OrderedDict, defaultdict):
+        kind = type(value)
+        if kind in _UNCHANGING:
+            return value
+        if kind in MAPPINGS:
             copied = copy.copy(value)
             for key, item in value.items():
                 copied[key] = self._take(item, f"{name}.{key}")
             return copied
-        if type(value) in (list, tuple):
-            return type(value)(self._take(item, f"{name}.{i}") for i, item in enumerate(value))
+        if kind in LISTS:
+            return kind(self._take(item, f"{name}.{i}") for i, item in enumerate(value))
         try:
-            return copy.deepcopy(value)
+            return self._tensor(*next(self._found)) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         except Exception as error:
             raise CheckpointError(f"cannot copy {name!r} for an asynchronous save: {error}") from error
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            shard = shard_like(self._tensor(self._locals[id(tensor)]), tensor)
-            self._lease.also_in(shard._local_tensor)
-            return shard
-        piece = self._by_tensor.get(id(tensor))
-        return self._clone(tensor) if piece is None else self._staged(piece)
+    def _tensor(self, tensor: torch.Tensor, local: torch.Tensor, place: _Place) -> torch.Tensor:
+        if isinstance(place, dict):
+            return rows_only({rows: self._staged(piece) for rows, piece in place.items()})
+        staged = self._clone(local) if place is None else self._staged(place)
+        return shard_like(staged, tensor) if isinstance(tensor, DTensor) else staged
 
     def _staged(self, piece: _Piece) -> torch.Tensor:
         if piece.staged is None:
@@ -347,6 +271,8 @@ class _Staging:
         clone = self._clones.get(id(tensor))
         if clone is None:
             source = settled(tensor)
+            if source.layout is not torch.strided:
+                raise CheckpointError(f"its layout is {source.layout}, DCP loads torch.strided only")
             clone = self._clones[id(tensor)] = source.clone() if source.device.type == "cpu" else source.cpu()
             keep_attributes(tensor, clone)
         return clone

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch_strata import _native
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
+from torch_strata.checkpoint._safetensors import unread_files
 from torch_strata.checkpoint._stock_index import IndexFindings, check_stock_index
 from torch_strata.checkpoint._store import open_store, resolve_config
 from torch_strata.config import StorageConfig
@@ -27,7 +28,8 @@ class VerifyReport:
         problems: One sentence for each damage; none if the checkpoint is sound.
         unchecked: One sentence for each object that could not be looked at, whole or in part, such as one that may not
             be read: nothing is known of it.
-        warnings: What is no damage but should be known, such as that stock readers see an older state.
+        warnings: What is no damage but should be known, such as that stock readers see an older state, or that a
+            safetensors file is not in the index.
     """
 
     save_id: str
@@ -89,13 +91,15 @@ def _report(store: _native.Store, opened: Opened, rank: int | None) -> VerifyRep
     if opened.written_by == "torch_strata":
         index = check_stock_index(store, opened, rank=rank)
     problems += index.problems
+    objects = [name for name, _ in opened.native.objects()]
+    unread = unread_files(store, objects) if opened.written_by == "safetensors" else []
     return VerifyReport(
         save_id=opened.save_id,
-        objects=len(opened.native.objects()),
+        objects=len(objects),
         blocks=stats.blocks_verified if stats else 0,
         read_bytes=stats.bytes_read if stats else 0,
         unverified_bytes=stats.unverified_bytes if stats else 0,
         problems=tuple(problems),
         unchecked=(*unchecked, *index.unchecked),
-        warnings=(*(warning for warning in opened.native.warnings if warning not in problems), *index.notes),
+        warnings=(*(warning for warning in opened.native.warnings if warning not in problems), *index.notes, *unread),
     )

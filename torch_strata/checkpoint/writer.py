@@ -9,8 +9,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,42 +23,44 @@ from torch.futures import Future
 
 from torch_strata import _native
 from torch_strata.checkpoint._arena import Lease, arena, forget_frames
+from torch_strata.checkpoint._assignment import Assignment
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
-from torch_strata.checkpoint._items import NativeItem, resolve_items
+from torch_strata.checkpoint._generation import claimed, generation_of, take_over
+from torch_strata.checkpoint._items import NativeItems
 from torch_strata.checkpoint._lazy_state import PlannedMetadata
-from torch_strata.checkpoint._metadata import DCP_VERSION, entries_of, read_metadata
+from torch_strata.checkpoint._leftovers import remove_objects, remove_save
+from torch_strata.checkpoint._metadata import DCP_VERSION, promises_of
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
-from torch_strata.checkpoint._planner_data import encode_planner_data
+from torch_strata.checkpoint._optimizers import check_optimizers
+from torch_strata.checkpoint._planner_data import decode_planner_data, encode_planner_data
+from torch_strata.checkpoint._process import forget_dead_process
+from torch_strata.checkpoint._progress import shown, wants_bar
 from torch_strata.checkpoint._safetensors import holds_safetensors
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
-from torch_strata.checkpoint._stock_pickle import Placed, stock_pickle
+from torch_strata.checkpoint._stock_pickle import stock_parts
 from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
-from torch_strata.checkpoint._tensors import HOST
+from torch_strata.checkpoint._training_group import warn_of_training_group
+from torch_strata.checkpoint._turns import takes_turn, wait_for_turn
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.checkpoint.planning import compact
 from torch_strata.checkpoint.save_stats import SaveStats
-from torch_strata.checkpoint.staging import (
-    check_optimizers,
-    forget_dead_process,
-    snapshot,
-    snapshot_behind_training,
-    takes_turn,
-    wait_for_turn,
-)
+from torch_strata.checkpoint.staging import snapshot, snapshot_behind_training
+from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptionError, StorageError
+from torch_strata.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    CorruptionError,
+)
 
 if TYPE_CHECKING:
-    from torch_strata._types import TensorEntry
+    from torch_strata._types import StockParts
 
 __all__ = ["SaveStats", "StrataWriter"]
 
 _logger = logging.getLogger(__name__)
-
-# Generations this process has claimed. One claim a process and run root: a second one would fence off our own
-# writers that are still saving.
-_claimed: dict[tuple[int, str], int] = {}
 
 
 class StrataWriter(StorageWriter):
@@ -108,6 +111,7 @@ class StrataWriter(StorageWriter):
         self._run_root = run_root
         self._run_root_store()
         self._overlap = check_optimizers(overlap)
+        self._is_a_copy = False  # in a process that saves for another one
         self._staged: Lease | None = None
         self._place: str | os.PathLike[str] = path
         self._check_run_root()
@@ -125,25 +129,20 @@ class StrataWriter(StorageWriter):
         self._base: _native.Base | None = None
         self._stats: SaveStats | None = None
         self.transfer = _native.Transfer()
+        self._met_before = StoreStats()
 
     def __getstate__(self) -> dict[str, Any]:
-        held = None if self._run_root is None else _claimed.get(self._claim_key(self._run_root))
         unopened = {"_base": None, "_opened": None, "transfer": None, "_staged": None, "_overlap": ()}
-        return {**self.__dict__, **unopened, "_held": held, "_home": os.getpid()}
+        return {**self.__dict__, **unopened, "_held": claimed(self._run_root), "_home": os.getpid()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         held, home = state.pop("_held"), state.pop("_home")
         self.__dict__.update(state)
         if home != os.getpid() and os.fspath(self._place).startswith("memory://"):
             raise ConfigError(f"{self._place}: what another process saves to memory:// nobody else can load")
+        self._is_a_copy = home != os.getpid()
         self._begin_anew()  # the copy and the original may both save: their objects must not have the same names
-        if held is not None and self._run_root is not None:
-            # A process that saves for another one is of the same run.
-            _claimed.setdefault(self._claim_key(self._run_root), held)
-
-    @staticmethod
-    def _claim_key(run_root: str | os.PathLike[str]) -> tuple[int, str]:
-        return os.getpid(), os.fspath(run_root)
+        take_over(self._run_root, held)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -184,6 +183,7 @@ class StrataWriter(StorageWriter):
         self._rank = kwargs.get("rank")
         self._use_collectives = kwargs.get("use_collectives", True)
         self._base = None
+        self._met_before = StoreStats.of(self._store())
         if self._staged is not None:
             self._staged.runs_in(threading.current_thread())
 
@@ -195,7 +195,7 @@ class StrataWriter(StorageWriter):
             StorageError: If the place cannot be reached.
         """
         if self._commits:
-            self._base = _native.open_base(self._store(), rank=self._own_rank)
+            self._base = _native.open_base(self._store(), rank=self._own_rank, transfer=self.transfer)
             self._check_place(self._base)
             if self._base.stale_metadata:
                 self._republish()
@@ -218,28 +218,35 @@ class StrataWriter(StorageWriter):
         self._spent = True
         told, parent = self._told(plan)
         rank = told if self._rank is None else self._rank
-        items: list[NativeItem] = []
+        items = NativeItems()
+        store, transfer = self._store(), self.transfer
+        bar = wants_bar(self._config.progress, in_background=self._is_a_copy)
         try:
-            items += resolve_items(plan.items, planner)
-            record = _native.write_items(
-                self._store(), items, rank=rank, save_id=self._save_id, parent=parent, transfer=self.transfer
-            )
+            items.resolve(plan.items, planner)
+            with shown("saving", os.fspath(self._place), lambda: transfer.progress, self._met, bar=bar):
+                record = items.write(store, rank=rank, save_id=self._save_id, parent=parent, transfer=transfer)
         except BaseException as error:
             forget_frames(error)
             raise
         finally:
-            arena().release(address for _, _, _, _, device, address, *_ in items if device == HOST)
+            arena().release(items.addresses())
             items.clear()  # an error's traceback holds this frame
-        written = _native.record_bytes(record)
-        self._stats = SaveStats(save_id=self._save_id, written_bytes=written, write_seconds=time.monotonic() - started)
+        self._stats = SaveStats(
+            save_id=self._save_id,
+            written_bytes=sum(size for _, size in _native.record_objects(record)),
+            write_seconds=time.monotonic() - started,
+            store=self._met(),
+        )
         # One compact result a rank: DCP only carries it to `finish`.
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(f"rank {rank}"), written, record)])
+        future.set_result([WriteResult(MetadataIndex(f"rank {rank}"), self._stats.written_bytes, record)])
         return future
 
     @gc_paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what the ranks wrote: the last step, after which the checkpoint is the new one.
+
+        Empties the lists in `results`: of many ranks they are tens of megabytes, which the commit needs itself.
 
         Raises:
             ObjectNotFoundError: If an object of another rank is not visible from here.
@@ -257,17 +264,16 @@ class StrataWriter(StorageWriter):
         if base is None:
             raise CheckpointError("finish() was called on a rank that did not prepare a plan")
         records = [result.storage_data for rank_results in results for result in rank_results]
+        cleans_up = False
         try:
-            entries = entries_of(metadata)
             commit = partial(
                 _native.commit,
                 self._store(),
                 base,
                 records,
-                entries,
+                promises_of(metadata),
                 planner_data=encode_planner_data(metadata.planner_data),
-                # Not hung on `metadata`, which DCP broadcasts to all ranks afterwards: the index need not travel.
-                stock_metadata=self._stock_pickle(entries, _placed(records), metadata.planner_data, self._save_id),
+                stock=self._stock_parts(metadata.planner_data, self._save_id),
                 save_id=self._save_id,
                 previous_save_id=_previous_save_id(base),
                 rank=self._own_rank,
@@ -276,14 +282,17 @@ class StrataWriter(StorageWriter):
                 run_root=self._run_root_store(),
                 run=self._run_info(),
             )
-        except Exception:
-            self._discard({entry[3] for entry in _placed(records)})
-            raise
-        try:
-            done = commit()  # which removes the objects itself, unless they may be committed
+            for rank_results in results:
+                rank_results.clear()  # the records are large, and the commit takes them
+            cleans_up = True  # it removes the objects itself, unless they may be committed
+            done = commit()
         except (OverflowError, TypeError) as error:  # an argument that Rust cannot hold: nothing was begun
-            self._discard({entry[3] for entry in _placed(records)})
+            self._discard(records)
             raise CheckpointError(f"the planner's metadata cannot be written: {error}") from error
+        except Exception:
+            if not cleans_up:
+                self._discard(records)
+            raise
         self._base = None
         if isinstance(metadata, PlannedMetadata):
             metadata.as_stock = False  # what stock reads is written; DCP sends this one to all ranks
@@ -292,13 +301,14 @@ class StrataWriter(StorageWriter):
     def stage(self, state_dict: dict[str, Any]) -> StagedState | StagedFuture:
         """A copy of the state on the host, for ``dcp.async_save``; complete when it returns, unless ``overlap`` is set.
 
-        Waits for DCP's save in the background before it. The copy serves one save: when that has written it, its memory
-        goes to a later one.
+        Waits for DCP's save in the background before it, and warns once if that gathers on training's group. The copy
+        serves one save: when that has written it, its memory goes to a later one.
 
         Raises:
             CheckpointError: If a value cannot be copied, naming it; if ``max_staging_bytes`` are less than the state,
                 or in use for longer than ``deadline``.
         """
+        warn_of_training_group()
         forget_dead_process()
         wait_for_turn(user=self._user, deadline_seconds=self._config.deadline.total_seconds())
         staged = self.copy_state(state_dict)
@@ -306,17 +316,19 @@ class StrataWriter(StorageWriter):
         takes_turn(staged.lease)
         return staged
 
-    def copy_state(self, state_dict: dict[str, Any]) -> StagedState | StagedFuture:
-        """As `stage`, whatever else is in flight.
+    def copy_state(self, state_dict: dict[str, Any], *, last: Assignment | None = None) -> StagedState | StagedFuture:
+        """As `stage`, whatever else is in flight; with `last` only what this rank wrote then, as `snapshot` tells.
 
         Raises:
             CheckpointError: As `stage`.
         """
         staged: StagedState | StagedFuture
         if self._overlap:
-            staged = snapshot_behind_training(state_dict, self._overlap, config=self._config, user=self._user)
+            staged = snapshot_behind_training(
+                state_dict, self._overlap, config=self._config, user=self._user, last=last
+            )
         else:
-            staged = snapshot(state_dict, config=self._config, user=self._user)
+            staged = snapshot(state_dict, config=self._config, user=self._user, last=last)
         staged.lease.is_for_one_save = True
         return staged
 
@@ -336,14 +348,18 @@ class StrataWriter(StorageWriter):
         """Give memory for staging that no save of this process uses back to the system: after the last save."""
         arena().trim()
 
-    def discard(self) -> None:
-        """Remove what this save has written, which nobody may commit any more. What cannot be removed is logged."""
-        try:
-            names = [name for name, _ in self._store().list("") if f".{self._save_id}." in name]
-        except StorageError as error:
-            _logger.warning("%s: cannot look for objects of a failed save: %s", os.fspath(self._place), error)
-            return
-        self._discard(set(names))
+    def discard(self, *, within: timedelta) -> None:
+        """Remove what this save has written, which nobody may commit any more. What cannot be removed is logged.
+
+        Args:
+            within: Time for it: those who wait for the end of a failed save wait no longer than that for its cleaning.
+        """
+        remove_save(self._place, self._save_id, self._config, within=within)
+        self._store().tidy()
+
+    def _met(self) -> StoreStats:
+        """What the store has gone through since this save began."""
+        return StoreStats.of(self._store()).since(self._met_before)
 
     def _told(self, plan: SavePlan) -> tuple[int, _native.Parent | None]:
         """What the planning rank said: this rank's number, and an earlier checkpoint that it may refer to."""
@@ -396,12 +412,7 @@ class StrataWriter(StorageWriter):
             raise ConfigError(f"run_root: expected a place above {place}, found {root}")
 
     def _generation(self) -> int:
-        if self._run_root is None:
-            return 0
-        key = self._claim_key(self._run_root)
-        if key not in _claimed:
-            _claimed[key] = _native.claim_generation(open_store(self._run_root, self._config), owner=uuid.uuid4().hex)
-        return _claimed[key]
+        return 0 if self._run_root is None else generation_of(self._run_root, self._config)
 
     def _ranks_that_save(self, heard_of: int) -> int:
         """Ranks whose parts make the checkpoint; without collectives each hears only of itself."""
@@ -418,24 +429,18 @@ class StrataWriter(StorageWriter):
         """
         rank = self._own_rank
         opened = open_checkpoint(self._store(), self._place, rank=rank)
-        metadata = read_metadata(opened, storage_meta=StorageMeta(), whole=rank is None)
-        entries, items = entries_of(metadata), opened.native.items()
-        data = self._stock_pickle(entries, items, metadata.planner_data, opened.save_id)
+        planner_data = decode_planner_data(opened.native.planner_data, os.fspath(self._place))
+        data = opened.native.stock_pickle(self._stock_parts(planner_data, opened.save_id))
         self._store().put(metadata_name(rank), data)
 
-    def _stock_pickle(
-        self, entries: "list[TensorEntry]", placed: Iterable[Placed], planner_data: Any, save_id: str
-    ) -> bytes:
+    def _stock_parts(self, planner_data: Any, save_id: str) -> "StockParts":
         meta = StorageMeta(checkpoint_id=os.fspath(self._place), save_id=save_id)
-        return stock_pickle(entries, placed, planner_data=planner_data, storage_meta=meta, version=DCP_VERSION)
+        return stock_parts(planner_data, meta, version=DCP_VERSION)
 
-    def _discard(self, names: set[str]) -> None:
-        """Remove the objects of a save that cannot be committed."""
-        for name in sorted(names):
-            try:
-                self._store().delete(name)
-            except StorageError as error:
-                _logger.warning("%s: cannot remove %s of a failed save: %s", os.fspath(self._place), name, error)
+    def _discard(self, records: Iterable[bytes]) -> None:
+        names = {name for record in records for name, _ in _native.record_objects(record)}
+        remove_objects(self._store(), self._place, names)
+        self._store().tidy()
 
     def _note(self, done: _native.CommitStats, seconds: float) -> None:
         for warning in done.warnings:
@@ -457,13 +462,12 @@ class StrataWriter(StorageWriter):
             commit_seconds=seconds,
             fenced=done.fenced,
             warnings=tuple(done.warnings),
+            store=self._met(),
         )
-
-
-def _placed(records: Iterable[bytes]) -> Iterator[Placed]:
-    """Where each item is, one rank's after the other: those of all at once are a large part of a gigabyte."""
-    for record in records:
-        yield from _native.stock_entries([record])
+        _logger.info(
+            "%s: committed as number %d: %d objects, %.0f MB of tensors and values, %.2f s for the commit",
+            *(os.fspath(self._place), done.number, done.num_objects, done.payload_bytes / 1e6, seconds),
+        )
 
 
 def _previous_save_id(base: _native.Base) -> str:

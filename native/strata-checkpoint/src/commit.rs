@@ -8,28 +8,29 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use bytes::Bytes;
 use strata_io::{Error as IoError, ObjectInfo, PutMode, Store, pending_uploads};
 
-pub use self::merge::PromisedEntry;
+pub use self::merge::Promises;
 use self::merge::merge;
 use crate::base::{Base, newest_generation};
 use crate::collect::{Before, FOLDERS, collect};
 use crate::item::Object;
-use crate::manifest::{Manifest, ManifestName, decode, encode};
+use crate::manifest::{DecodeError, Manifest, ManifestName, decode, encode_with};
 use crate::open::{metadata_name, or_empty};
-use crate::record::RankRecord;
+use crate::record::Records;
 use crate::run::{RunInfo, model_hash};
+use crate::stock_pickle::{StockParts, stock_pickle};
 use crate::{Error, Result};
 
 /// What is to be committed.
 #[derive(Debug)]
 pub struct Commit<'a> {
     /// Of every rank that wrote.
-    pub records: Vec<RankRecord>,
-    /// What state_dict_metadata promises, in its order.
-    pub entries: Vec<PromisedEntry>,
+    pub records: Records,
+    /// What state_dict_metadata promises.
+    pub promises: Promises,
     /// The planner's data, one byte of encoding first.
     pub planner_data: Vec<u8>,
-    /// The new `.metadata`; None if stock cannot read what is saved.
-    pub stock_metadata: Option<Bytes>,
+    /// What the new `.metadata` says beside the manifest; None if stock cannot read what is saved.
+    pub stock: Option<StockParts>,
     /// Of this save.
     pub save_id: String,
     /// Of the `.metadata` that is there; empty if none.
@@ -77,14 +78,15 @@ pub struct CommitStats {
 /// from here or has another size; [`Error::Superseded`], [`Error::StaleGeneration`] if this save lost its right.
 /// The objects are removed then, and what was there before still loads. [`Error::Io`] also if `.metadata` cannot be
 /// put over a stock one without a save_id: that one still counts then, for readers cannot tell it from a later save.
-pub async fn commit(store: &dyn Store, base: &Base, commit: Commit<'_>) -> Result<CommitStats> {
-    let written: Vec<String> =
-        commit.records.iter().flat_map(|record| record.objects.iter().map(|object| object.name.clone())).collect();
-    match publish(store, base, &commit).await {
+pub async fn commit(store: &dyn Store, base: &Base, mut commit: Commit<'_>) -> Result<CommitStats> {
+    let own = commit.records.objects.iter().filter(|object| object.reference.is_none());
+    let written: Vec<String> = own.map(|object| object.name.clone()).collect();
+    match publish(store, base, &mut commit).await {
         Ok((mut stats, before, manifest)) => {
             let metadata = metadata_name(commit.rank);
             let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
-            match put_metadata(store, &metadata, commit.stock_metadata.clone()).await {
+            let index = commit.stock.as_ref().map(|stock| Bytes::from(stock_pickle(&manifest, stock)));
+            match put_metadata(store, &metadata, index).await {
                 Ok(()) => match collect(store, commit.run_root, &manifest, &before).await {
                     Ok(collected) => stats.collected = collected,
                     Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
@@ -104,6 +106,7 @@ pub async fn commit(store: &dyn Store, base: &Base, commit: Commit<'_>) -> Resul
                     tracing::warn!("cannot remove {name} of a failed save: {error}");
                 }
             }
+            store.tidy().await;
             Err(error)
         }
         Err(Failure::Unknown(error)) => Err(error),
@@ -133,9 +136,10 @@ impl<E: Into<Error>> From<E> for Failure {
 async fn publish(
     store: &dyn Store,
     base: &Base,
-    commit: &Commit<'_>,
+    commit: &mut Commit<'_>,
 ) -> Result<(CommitStats, Before, Manifest), Failure> {
-    let mut manifest = merge(&commit.records, &commit.entries)?;
+    let referred_bytes = commit.records.referred_bytes;
+    let (mut manifest, items) = merge(std::mem::take(&mut commit.records), std::mem::take(&mut commit.promises))?;
     manifest.save_id.clone_from(&commit.save_id);
     manifest.previous_save_id.clone_from(&commit.previous_save_id);
     manifest.planner_data.clone_from(&commit.planner_data);
@@ -144,7 +148,11 @@ async fn publish(
     manifest.world_size = commit.world_size;
     manifest.rank = commit.rank;
     manifest.generation = commit.generation;
-    manifest.run = commit.run.clone().map(|run| RunInfo { model_hash: model_hash(&manifest.items), ..run });
+    manifest.run = commit.run.clone().map(|run| RunInfo { model_hash: model_hash(items.iter()), ..run });
+    let file = Bytes::from(encode_with(&manifest, items.iter()));
+    drop(items);
+    // What is put down is what was read back; its items are looked up in the file from here on.
+    let manifest = decode(&file).map_err(|fault| unreadable(store.url(), fault))?;
 
     let before = look_around(store).await?;
     // The root was listed before the manifests: objects that are missing because a newer save has collected them come
@@ -166,7 +174,7 @@ async fn publish(
             return Err(Error::StaleGeneration { url, found, held: commit.generation }.into());
         }
     }
-    put_manifest(store, &name, &manifest).await?;
+    put_manifest(store, &name, &manifest, file).await?;
 
     let mut warnings = Vec::new();
     if !fenced {
@@ -179,7 +187,7 @@ async fn publish(
         num_objects: manifest.objects.len() as u64,
         num_items: manifest.items.len() as u64,
         payload_bytes: manifest.payload_bytes,
-        referred_bytes: commit.records.iter().map(|record| record.referred_bytes).sum(),
+        referred_bytes,
         collected: 0,
         warnings,
     };
@@ -242,8 +250,8 @@ fn check_size(object: String, expected: u64, found: Option<&u64>, missing: &str)
     }
 }
 
-async fn put_manifest(store: &dyn Store, name: &str, manifest: &Manifest) -> Result<(), Failure> {
-    let error = match store.put(name, Bytes::from(encode(manifest)), PutMode::Create).await {
+async fn put_manifest(store: &dyn Store, name: &str, manifest: &Manifest, file: Bytes) -> Result<(), Failure> {
+    let error = match store.put(name, file, PutMode::Create).await {
         Ok(()) => return Ok(()),
         Err(error) => error,
     };
@@ -253,6 +261,15 @@ async fn put_manifest(store: &dyn Store, name: &str, manifest: &Manifest) -> Res
         Ok(_) if matches!(error, IoError::AlreadyExists { .. }) => Err(superseded(store, manifest).into()),
         Err(IoError::NotFound { .. }) => Err(error.into()),
         _ => Err(Failure::Unknown(error.into())),
+    }
+}
+
+/// A state that has a name or a shape beyond what readers accept: it is not committed.
+fn unreadable(url: &str, fault: DecodeError) -> Error {
+    match fault {
+        DecodeError::Damaged(detail) | DecodeError::Unsupported(detail) => {
+            Error::Plan(format!("{url}: a manifest of it could not be read: {detail}"))
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use strata_io::digest::{BLOCK_BYTES, BlockDigest};
 
 use crate::container::dtype_bytes;
-use crate::geometry::{Box, StridedCopy};
+use crate::geometry::{self, StridedCopy};
 
 /// How an item's payload is to be understood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -35,13 +35,71 @@ impl Kind {
     }
 }
 
+/// One number for each dim. Many items have the same: half a million of them fit into a hundred megabytes.
+pub type Dims = Arc<[u64]>;
+
+/// Digests of a payload's blocks. One block, as nearly all payloads have, takes no allocation of its own.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Digests {
+    /// Of a payload without bytes, or of stock items.
+    #[default]
+    None,
+    /// CRC-32 and XXH3-128 of the only block.
+    One(u32, [u8; 16]),
+    /// Of several blocks.
+    Many(Box<[BlockDigest]>),
+}
+
+impl Digests {
+    /// Number of blocks.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::One(..) => 1,
+            Self::Many(digests) => digests.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Of one block, if there are so many.
+    pub fn get(&self, block: usize) -> Option<BlockDigest> {
+        match self {
+            Self::One(crc32, xxh3) if block == 0 => {
+                Some(BlockDigest { crc32: *crc32, xxh3: u128::from_le_bytes(*xxh3) })
+            }
+            Self::Many(digests) => digests.get(block).copied(),
+            _ => None,
+        }
+    }
+
+    /// Of each block in turn.
+    pub fn iter(&self) -> impl Iterator<Item = BlockDigest> {
+        (0..self.len()).filter_map(|block| self.get(block))
+    }
+}
+
+impl FromIterator<BlockDigest> for Digests {
+    fn from_iter<I: IntoIterator<Item = BlockDigest>>(digests: I) -> Self {
+        let mut digests = digests.into_iter();
+        match (digests.next(), digests.next()) {
+            (None, _) => Self::None,
+            (Some(only), None) => Self::One(only.crc32, only.xxh3.to_le_bytes()),
+            (Some(first), Some(second)) => Self::Many([first, second].into_iter().chain(digests).collect()),
+        }
+    }
+}
+
 /// One tensor chunk or pickled value, and where it is.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Item {
     /// Name in the state_dict, as bytes: UTF-8 with lone surrogates let through.
-    pub fqn: Vec<u8>,
+    pub fqn: Arc<[u8]>,
     /// Of the chunk in the whole tensor, in elements; None for a pickled value.
-    pub offsets: Option<Vec<u64>>,
+    pub offsets: Option<Dims>,
     /// DCP's index hint.
     pub index: Option<u32>,
     /// What the payload is.
@@ -49,9 +107,9 @@ pub struct Item {
     /// torch's name of the stored dtype, such as `float32`; empty for bytes.
     pub dtype: Arc<str>,
     /// Shape of what is stored, in elements.
-    pub shape: Vec<u64>,
+    pub shape: Dims,
     /// Strides of what is stored, in elements.
-    pub strides: Vec<u64>,
+    pub strides: Dims,
     /// Which of the checkpoint's objects.
     pub object: u32,
     /// The framed item inside the object, in bytes.
@@ -63,9 +121,9 @@ pub struct Item {
     /// Length of the payload in bytes.
     pub payload_bytes: u64,
     /// One for each [`BLOCK_BYTES`] of the payload, or none at all: stock items have none.
-    pub digests: Vec<BlockDigest>,
+    pub digests: Digests,
     /// The payload itself, where it is small.
-    pub inline: Option<Bytes>,
+    pub inline: Option<Box<Bytes>>,
     /// CRC-32 of the whole payload, where only that is known: stock items.
     pub whole_crc32: Option<u32>,
 }
@@ -97,7 +155,7 @@ impl Item {
         let shaped = first.len() == dims && lengths.len() == dims && strides.len() == dims;
         let fits = |d: usize| first[d].checked_add(lengths[d]).is_some_and(|end| end <= self.shape[d]);
         let itemsize = dtype_bytes(&self.dtype).filter(|_| shaped && (0..dims).all(fits))?;
-        let region = Box { source_strides: &self.strides, first, lengths, destination_strides: strides };
+        let region = geometry::Box { source_strides: &self.strides, first, lengths, destination_strides: strides };
         Some(StridedCopy::new(region, itemsize))
     }
 

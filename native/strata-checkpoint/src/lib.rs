@@ -1,7 +1,8 @@
 //! Checkpoints: the format, and saving, committing and loading them.
 //!
-//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`], [`share`]. They take
-//! values and return values. The rest acts on a [`strata_io::Store`] or on memory. No Python here.
+//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`], [`share`],
+//! `stock_pickle`. They take values and return values. The rest acts on a [`strata_io::Store`] or on memory. No Python
+//! here.
 
 mod base;
 mod bounce;
@@ -17,27 +18,33 @@ mod load;
 pub mod manifest;
 pub mod names;
 mod open;
+mod packed;
 mod payload;
 mod plain;
 mod plan;
+mod progress;
 mod record;
 pub mod run;
 mod save;
 pub mod share;
 mod siblings;
 pub mod stock;
+mod stock_pickle;
 mod unchanged;
 mod verify;
 
 pub use base::{Base, claim_generation, open_base};
-pub use commit::{Commit, CommitStats, PromisedEntry, commit};
+pub use commit::{Commit, CommitStats, Promises, commit};
 pub use destination::Destination;
 pub use error::{Error, Result};
-pub use load::{Piece, ReadStats, Round, TensorRead, Together, VerifyMode, blob_bytes, read};
+pub use load::{Piece, ReadStats, Reading, Round, TensorRead, Together, VerifyMode, blob_bytes, read};
 pub use open::{Beside, Checkpoint, Source, open};
+pub use packed::PackedItems;
 pub use payload::Payload;
 pub use plain::PlainTensor;
-pub use record::{RankRecord, StockEntry, stock_entries};
-pub use save::{Progress, SaveItem, write_items};
+pub use progress::Progress;
+pub use record::{RankRecord, Records, StockEntry};
+pub use save::{SaveItem, write_items};
+pub use stock_pickle::{StockParts, stock_pickle};
 pub use unchanged::Parent;
 pub use verify::{Findings, verify};

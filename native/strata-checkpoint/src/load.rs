@@ -21,6 +21,7 @@ use crate::destination::{Destination, watch};
 use crate::geometry::StridedCopy;
 use crate::open::{Checkpoint, Source};
 use crate::plan::{self, BlockRead, Request};
+use crate::progress::Progress;
 use crate::siblings::{Siblings, explained};
 use crate::{Error, Result};
 
@@ -40,6 +41,17 @@ pub enum VerifyMode {
     InPlace,
     /// Before they reach it, at the price of a copy.
     Before,
+}
+
+/// Where a checkpoint is read from, and how far its reads have come.
+#[derive(Clone)]
+pub struct Reading {
+    /// The checkpoint's place.
+    pub store: Arc<dyn Store>,
+    /// Memory that reads in flight may take.
+    pub budget: ByteBudget,
+    /// Of all reads together.
+    pub progress: Arc<Progress>,
 }
 
 /// What a read cost and what it checked.
@@ -63,15 +75,14 @@ pub struct ReadStats {
 /// # Cancel safety
 /// A dropped read may still write to destinations until their leases are dropped.
 pub async fn read(
-    store: Arc<dyn Store>,
-    budget: &ByteBudget,
+    reading: &Reading,
     checkpoint: Arc<Checkpoint>,
     tensors: Vec<TensorRead>,
     blobs: &[usize],
     mode: VerifyMode,
 ) -> Result<(Vec<Bytes>, ReadStats)> {
     let items = &checkpoint.manifest.items;
-    let sizes = blob_bytes(&*store, &checkpoint, blobs).await?;
+    let sizes = blob_bytes(&*reading.store, &checkpoint, blobs).await?;
     let mut buffers: Vec<LentMut> = sizes.into_iter().map(|bytes| LentMut::owned(bytes as usize)).collect();
     let blob_reads = blobs.iter().zip(&mut buffers).map(|(row, buffer)| (*row, whole(buffer)));
     let wanted: Vec<(usize, Destination)> =
@@ -81,8 +92,8 @@ pub async fn read(
         destination.scatter(0, items[*row].inline.as_deref().expect("partitioned so"))?;
     }
     let requests = plan::requests(items, &stored);
-    let job = Arc::new(Job::new(store, checkpoint, stored, mode, Arc::default())?);
-    let mut stats = run(&job, budget, requests).await?;
+    let job = Arc::new(Job::new(reading.store.clone(), checkpoint, stored, mode, Arc::default())?);
+    let mut stats = run(&job, reading, requests).await?;
     let (verified, unverified) = job.checks.settle(&job.checkpoint, job.store.url())?;
     stats.blocks_verified = verified;
     stats.unverified_bytes = unverified;
@@ -134,13 +145,15 @@ struct Job {
     checks: Arc<Checks>,
 }
 
-async fn run(job: &Arc<Job>, budget: &ByteBudget, requests: Vec<Request>) -> Result<ReadStats> {
+async fn run(job: &Arc<Job>, reading: &Reading, requests: Vec<Request>) -> Result<ReadStats> {
     let mut running: JoinSet<Result<()>> = JoinSet::new();
     let mut stats = ReadStats::default();
     let mut first_error = None;
+    reading.progress.plan(requests.iter().map(|request| request.range.end - request.range.start).sum());
     for request in requests {
+        let bytes = request.range.end - request.range.start;
         // What bounces of it is not known yet: at most all of it, in one buffer.
-        let permit = budget.take(bounce::buffer_bytes(request.range.end - request.range.start)).await;
+        let permit = reading.budget.take(bounce::buffer_bytes(bytes)).await;
         while let Some(done) = running.try_join_next() {
             first_error = first_error.or(done.expect("a read does not panic").err());
         }
@@ -148,11 +161,13 @@ async fn run(job: &Arc<Job>, budget: &ByteBudget, requests: Vec<Request>) -> Res
             break;
         }
         stats.requests += 1;
-        stats.bytes_read += request.range.end - request.range.start;
-        let job = job.clone();
+        stats.bytes_read += bytes;
+        let (job, progress) = (job.clone(), reading.progress.clone());
         running.spawn(async move {
             let _permit = permit;
-            read_request(job, request).await
+            read_request(job, request).await?;
+            progress.moved(bytes);
+            Ok(())
         });
     }
     // Never aborted: an aborted wait does not end a running read, and the memory goes back to its owner after this.

@@ -1,16 +1,22 @@
 //! The manifest file: values to bytes and back. Pure; the format is proto/strata/v1/checkpoint.proto.
 
+mod chunks;
 mod columns;
 mod decode;
 mod encode;
+mod items;
+mod rows;
 
-pub(crate) use columns::check_extent;
-pub use columns::{decode_items, encode_items};
+pub use chunks::{Chunks, Ints};
+pub use columns::encode_items;
 pub use decode::{DecodeError, decode, decode_head, head_bytes};
 pub use encode::encode;
-pub(crate) use encode::{stored_object, stored_reference};
+pub(crate) use encode::{encode_with, stored_object, stored_reference};
+pub use items::{Items, Key};
+pub(crate) use rows::Extent;
+pub use rows::{Shared, decode_items};
 
-use crate::item::{Entry, Item, Object};
+use crate::item::{Entry, Object};
 use crate::run::RunInfo;
 
 /// First bytes of every manifest file.
@@ -47,7 +53,7 @@ pub struct Manifest {
     /// In the order of the state_dict.
     pub entries: Vec<Entry>,
     /// Sorted by fqn, then offsets.
-    pub items: Vec<Item>,
+    pub items: Items,
     /// The planner's data, one byte of encoding first; empty if there is none.
     pub planner_data: Vec<u8>,
     /// Sum of the payloads, aliases counted once.

@@ -5,8 +5,8 @@ use std::collections::{HashMap, HashSet};
 use bytes::Bytes;
 use strata_io::{Error as IoError, Store};
 
-use crate::item::{Item, Object};
-use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode};
+use crate::item::Object;
+use crate::manifest::{DecodeError, FOLDER, Key, Manifest, ManifestName, RANKS_FOLDER, decode};
 use crate::names::is_our_data_object;
 use crate::{Error, Result};
 
@@ -137,7 +137,10 @@ async fn look(store: &dyn Store, rank: Option<u32>, foreign: Option<&Foreign>) -
     if rank.is_none()
         && let Some(world_size) = complete_ranks(store, 0).await?
     {
-        let detail = format!("{world_size} ranks saved here without collectives; each has its own manifest");
+        let detail = format!(
+            "{world_size} ranks saved here without collectives (use_collectives=False), each a part of its own: name one, as with \
+             strata verify --rank 0"
+        );
         return Err(Error::NotFound { url: store.url().to_owned(), detail });
     }
     found(stock(store, &metadata, warnings).await?)
@@ -324,15 +327,8 @@ impl Checkpoint {
         self.source = Source::Strata;
     }
 
-    /// Row of the item with this name and chunk, if there is one. Items of ours are sorted, stock's are by
-    /// [`Checkpoint::set_stock_entries`].
-    pub fn row(&self, fqn: &[u8], offsets: Option<&[u64]>) -> Option<usize> {
-        let key = |item: &Item| (item.fqn.as_slice().cmp(fqn)).then_with(|| item.offsets.as_deref().cmp(&offsets));
-        self.manifest.items.binary_search_by(key).ok()
-    }
-
     /// The rows of these names and chunks; names of one payload have the row of the first of them.
-    pub fn rows(&self, keys: &[(Vec<u8>, Option<Vec<u64>>)]) -> Vec<Option<usize>> {
+    pub fn rows(&self, keys: &[Key<'_>]) -> Vec<Option<usize>> {
         let mut firsts: HashMap<(u32, u64), usize> = HashMap::new();
         let mut first = |row: usize| {
             let item = &self.manifest.items[row];
@@ -340,7 +336,6 @@ impl Checkpoint {
             // The same place is not enough: an index may describe it in two ways.
             if self.manifest.items[first].is_stored_as(item) { first } else { row }
         };
-        let found = keys.iter().map(|(fqn, offsets)| self.row(fqn, offsets.as_deref()));
-        found.map(|row| row.map(&mut first)).collect()
+        self.manifest.items.rows_of(keys).into_iter().map(|row| row.map(&mut first)).collect()
     }
 }

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::item::{Item, Kind, Object};
-use crate::manifest::{Manifest, check_extent};
+use crate::item::{Digests, Item, Kind, Object};
+use crate::manifest::{Extent, Manifest};
 use crate::open::{Checkpoint, Source};
 use crate::{Error, Result};
 
@@ -39,24 +39,24 @@ impl Checkpoint {
                 objects.len() as u32 - 1
             });
             let item = Item {
-                offsets: Some(vec![0; tensor.shape.len()]),
+                offsets: Some(Arc::from(vec![0; tensor.shape.len()])),
                 index: None,
                 kind: Kind::Tensor,
                 dtype: Arc::from(tensor.dtype),
-                strides: contiguous(&tensor.shape),
-                shape: tensor.shape,
+                strides: Arc::from(contiguous(&tensor.shape)),
+                shape: Arc::from(tensor.shape),
                 object: number,
                 item_offset: tensor.offset,
                 item_bytes: tensor.bytes,
                 payload_skip: 0,
                 payload_bytes: tensor.bytes,
-                digests: Vec::new(),
+                digests: Digests::None,
                 inline: None,
                 whole_crc32: None,
-                fqn: tensor.fqn,
+                fqn: Arc::from(tensor.fqn),
             };
             let object = &mut objects[number as usize];
-            check_extent(&item).map_err(|detail| Error::Manifest {
+            Extent::from(&item).check().map_err(|detail| Error::Manifest {
                 object: format!("{url}/{}", object.name),
                 detail: format!("{:?}: {detail}", item.name()),
             })?;
@@ -64,12 +64,12 @@ impl Checkpoint {
             items.push(item);
         }
         items.sort_by(|a, b| a.fqn.cmp(&b.fqn));
-        let manifest = Manifest { objects, items, ..Manifest::default() };
+        let manifest = Manifest { objects, items: items.into(), ..Manifest::default() };
         Ok(Self { source: Source::Plain, manifest, beside: None, warnings: Vec::new() })
     }
 }
 
-/// Row-major strides; saturating, because [`check_extent`] refuses what overflows.
+/// Row-major strides; saturating, because [`Extent::check`] refuses what overflows.
 fn contiguous(shape: &[u64]) -> Vec<u64> {
     let mut strides = vec![1u64; shape.len()];
     for d in (1..shape.len()).rev() {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use strata_io::digest::BLOCK_BYTES;
 
 use crate::destination::Destination;
-use crate::item::Item;
+use crate::manifest::Items;
 
 /// Neighbouring blocks are read in one request up to this size: large enough that a request's latency is paid
 /// for, small enough that several are in flight within a modest budget.
@@ -40,7 +40,7 @@ pub(crate) struct Request {
 }
 
 /// The blocks of `items` that `wanted` (row, destination) needs, each once, as few requests.
-pub(crate) fn requests(items: &[Item], wanted: &[(usize, Destination)]) -> Vec<Request> {
+pub(crate) fn requests(items: &Items, wanted: &[(usize, Destination)]) -> Vec<Request> {
     joined(needed_blocks(items, wanted))
 }
 
@@ -70,7 +70,7 @@ fn joins(request: &Request, object: u32, block: &BlockRead) -> bool {
 /// The blocks that `wanted` needs, each with its object.
 ///
 /// Tied tensors share a payload: it is read once however many names want it.
-pub(crate) fn needed_blocks(items: &[Item], wanted: &[(usize, Destination)]) -> Vec<(u32, BlockRead)> {
+pub(crate) fn needed_blocks(items: &Items, wanted: &[(usize, Destination)]) -> Vec<(u32, BlockRead)> {
     let mut payloads: BTreeMap<(u32, u64, u64), (usize, Vec<usize>)> = BTreeMap::new();
     for (index, (row, destination)) in wanted.iter().enumerate() {
         let item = &items[*row];

@@ -1,11 +1,14 @@
 //! What one rank tells the planning rank: its objects and where its items are in them.
 
+use std::collections::HashMap;
+
 use bytes::Bytes;
 use prost::Message;
 use strata_proto::v1;
 
 use crate::item::{Item, Object};
-use crate::manifest::{decode_items, encode_items};
+use crate::manifest::{Shared, decode_items, encode_items};
+use crate::packed::PackedItems;
 use crate::{Error, Result};
 
 /// One rank's part of a save.
@@ -42,34 +45,98 @@ impl RankRecord {
         .encode_to_vec()
     }
 
-    /// The record in `bytes`.
+    /// The objects of the record in `bytes` that its rank wrote; not those that it refers to.
     ///
     /// # Errors
     /// [`Error::Manifest`] if `bytes` are no record.
-    pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let fault = |detail: String| Error::Manifest { object: "record of a rank".into(), detail };
-        let raw = v1::RankRecord::decode(bytes).map_err(|error| fault(error.to_string()))?;
-        let group = raw.items.unwrap_or_default();
-        let items = decode_items(&group, &raw.digests, &Bytes::from(raw.inline), raw.objects.len()).map_err(fault)?;
-        let object = |object: v1::StoredObject| {
-            let reference = object.reference.checked_sub(1);
-            let is_listed = reference.is_none_or(|at| (at as usize) < raw.references.len());
-            let object = Object { name: object.name, size: object.size, reference };
-            if is_listed {
-                Ok(object)
-            } else {
-                Err(fault("an object refers to a checkpoint that is not listed".into()))
+    pub fn own_objects(bytes: &[u8]) -> Result<Vec<Object>> {
+        let own = parsed(bytes)?.objects.into_iter().filter(|object| object.reference == 0);
+        Ok(own.map(object).collect())
+    }
+}
+
+/// Of all ranks, one after the other.
+#[derive(Debug, Default)]
+pub struct Records {
+    /// All objects, one of another checkpoint once; items point into this list.
+    pub objects: Vec<Object>,
+    /// (checkpoint_id below the run root, save_id) of the checkpoints that objects belong to.
+    pub references: Vec<(String, String)>,
+    /// All items.
+    pub items: PackedItems,
+    /// Sum of the payloads that were written, aliases of one rank counted once.
+    pub payload_bytes: u64,
+    /// Sum of the payloads that are referred to and were not written.
+    pub referred_bytes: u64,
+}
+
+impl Records {
+    /// What `records` hold.
+    ///
+    /// # Errors
+    /// [`Error::Manifest`] if one is no record, or refers to a checkpoint that it does not list.
+    pub fn decode(records: &[&[u8]]) -> Result<Self> {
+        let items = PackedItems::with_room(records.iter().map(|record| record.len()).sum());
+        let mut all = Self { items, ..Self::default() };
+        let (mut shared, mut foreign) = (Shared::default(), Foreign::new());
+        for bytes in records {
+            let raw = parsed(bytes)?;
+            let group = raw.items.unwrap_or_default();
+            let inline = Bytes::from(raw.inline);
+            let items = decode_items(&group, &raw.digests, &inline, raw.objects.len(), &mut shared).map_err(fault)?;
+            let place = |object| all.place(object, &raw.references, &mut foreign);
+            let places: Vec<u32> = raw.objects.into_iter().map(place).collect::<Result<_>>()?;
+            items.into_iter().for_each(|item| all.items.push(Item { object: places[item.object as usize], ..item }));
+            all.payload_bytes += raw.payload_bytes;
+            all.referred_bytes += raw.referred_bytes;
+        }
+        Ok(all)
+    }
+
+    /// Where `stored`, of a record with `references`, stands among all. Ranks may refer to the same one.
+    fn place(&mut self, stored: v1::StoredObject, references: &[v1::Reference], foreign: &mut Foreign) -> Result<u32> {
+        let next = self.objects.len() as u32;
+        let reference = match stored.reference.checked_sub(1) {
+            None => None,
+            Some(at) => {
+                let named = references.get(at as usize);
+                let named = named.ok_or_else(|| fault("an object refers to a checkpoint that is not listed".into()))?;
+                Some(self.number(named))
             }
         };
-        Ok(Self {
-            rank: raw.rank,
-            objects: raw.objects.into_iter().map(object).collect::<Result<_>>()?,
-            references: raw.references.iter().map(|r| (r.checkpoint_id.clone(), r.save_id.clone())).collect(),
-            items,
-            payload_bytes: raw.payload_bytes,
-            referred_bytes: raw.referred_bytes,
-        })
+        if let Some(reference) = reference {
+            let place = *foreign.entry((reference, stored.name.clone())).or_insert(next);
+            if place < next {
+                return Ok(place);
+            }
+        }
+        self.objects.push(Object { reference, ..object(stored) });
+        Ok(next)
     }
+
+    fn number(&mut self, reference: &v1::Reference) -> u32 {
+        let reference = (reference.checkpoint_id.clone(), reference.save_id.clone());
+        let known = self.references.iter().position(|known| *known == reference);
+        known.unwrap_or_else(|| {
+            self.references.push(reference);
+            self.references.len() - 1
+        }) as u32
+    }
+}
+
+/// Places of objects of other checkpoints, by reference and name.
+type Foreign = HashMap<(u32, String), u32>;
+
+fn parsed(bytes: &[u8]) -> Result<v1::RankRecord> {
+    v1::RankRecord::decode(bytes).map_err(|error| fault(error.to_string()))
+}
+
+fn fault(detail: String) -> Error {
+    Error::Manifest { object: "record of a rank".into(), detail }
+}
+
+fn object(stored: v1::StoredObject) -> Object {
+    Object { name: stored.name, size: stored.size, reference: None }
 }
 
 /// One item as `.metadata` names it.
@@ -89,30 +156,13 @@ pub struct StockEntry {
     pub length: u64,
 }
 
-/// What `.metadata` has to say of every item in `records`.
-///
-/// # Errors
-/// [`Error::Manifest`] if one is no record.
-pub fn stock_entries(records: &[impl AsRef<[u8]>]) -> Result<Vec<StockEntry>> {
-    let mut entries = Vec::new();
-    for record in records {
-        let RankRecord { objects, references, items, .. } = RankRecord::decode(record.as_ref())?;
-        let paths: Vec<String> = objects.iter().map(|object| object.path(&references)).collect();
-        entries.extend(items.into_iter().map(|item| {
-            let path = paths[item.object as usize].clone();
-            StockEntry::of(item, path)
-        }));
-    }
-    Ok(entries)
-}
-
 impl StockEntry {
     /// The entry of `item`, which is in one of `objects`.
     pub fn of(item: Item, object: String) -> Self {
         Self {
             object,
-            fqn: item.fqn,
-            offsets: item.offsets,
+            fqn: item.fqn.to_vec(),
+            offsets: item.offsets.map(|offsets| offsets.to_vec()),
             index: item.index,
             offset: item.item_offset,
             length: item.item_bytes,

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
@@ -12,9 +11,10 @@ use strata_io::{ObjectWriter, Part, Store};
 use tokio::task::JoinSet;
 
 use crate::container::{Frame, Placement, TensorSpec};
-use crate::item::{Item, Kind, Object};
+use crate::item::{Digests, Dims, Item, Kind, Object};
 use crate::layout::{self, Piece};
 use crate::payload::{self, Payload};
+use crate::progress::Progress;
 use crate::record::RankRecord;
 use crate::unchanged::{self, Parent};
 use crate::{Error, Result};
@@ -29,9 +29,9 @@ const INLINE_RANK_BYTES: u64 = 1 << 20;
 #[derive(Debug, Clone)]
 pub struct SaveItem {
     /// Name in the state_dict.
-    pub fqn: Vec<u8>,
+    pub fqn: Arc<[u8]>,
     /// Of the chunk; None for a pickled value.
-    pub offsets: Option<Vec<u64>>,
+    pub offsets: Option<Dims>,
     /// DCP's index hint.
     pub index: Option<u32>,
     /// What the payload is.
@@ -39,20 +39,11 @@ pub struct SaveItem {
     /// torch's name of the dtype; empty for bytes.
     pub dtype: Arc<str>,
     /// Shape of what is stored, in elements.
-    pub shape: Vec<u64>,
+    pub shape: Dims,
     /// Strides of what is stored, in elements.
-    pub strides: Vec<u64>,
+    pub strides: Dims,
     /// The payload; lent memory.
     pub payload: Payload,
-}
-
-/// How far a save of one rank has come; read by whoever shows it.
-#[derive(Debug, Default)]
-pub struct Progress {
-    /// Bytes to write, objects whole; 0 until that is known.
-    pub total_bytes: AtomicU64,
-    /// Bytes that the store has taken.
-    pub written_bytes: AtomicU64,
 }
 
 /// Writes `items` into objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns; what `parent` holds it
@@ -77,7 +68,7 @@ pub async fn write_items(
         Some(parent) => unchanged::split(items, parent).await?,
     };
     let plans = plan_objects(items, rank, save_id)?;
-    progress.total_bytes.store(plans.iter().map(|plan| plan.size).sum(), Relaxed);
+    progress.plan(plans.iter().map(|plan| plan.size).sum());
     let mut record = RankRecord { rank, ..RankRecord::default() };
     let names: Vec<String> = plans.iter().map(|plan| plan.name.clone()).collect();
     match write_objects(store, budget, plans, &mut record, progress).await {
@@ -116,6 +107,7 @@ async fn remove(store: &dyn Store, names: &[String]) {
             tracing::warn!("cannot remove {name} of a failed save: {error}");
         }
     }
+    store.tidy().await;
 }
 
 /// One object: what is in it and where.
@@ -147,7 +139,7 @@ struct Stored {
 }
 
 /// What makes two tensors one: device, address, length; dtype, shape and strides.
-type Memory = ((Option<u32>, u64, u64), Arc<str>, Vec<u64>, Vec<u64>);
+type Memory = ((Option<u32>, u64, u64), Arc<str>, Dims, Dims);
 
 /// Tensors with the same memory and geometry become one stored payload; the order of the plan is kept.
 fn plan_objects(items: Vec<SaveItem>, rank: u32, save_id: &str) -> Result<Vec<ObjectPlan>> {
@@ -260,6 +252,7 @@ async fn write_object(
     let plan = Arc::into_inner(plan).expect("every part is written");
     for (stored, digester) in plan.stored.into_iter().zip(digests) {
         let (blocks, _) = digester.finish();
+        let digests: Digests = blocks.into_iter().collect();
         let payload_bytes = stored.payload.len();
         record.payload_bytes += payload_bytes;
         payloads.extend(stored.items.iter().map(|item| item.payload.clone()));
@@ -276,7 +269,7 @@ async fn write_object(
             item_bytes: stored.bytes,
             payload_skip: stored.skip,
             payload_bytes,
-            digests: blocks.clone(),
+            digests: digests.clone(),
             inline: None,
             whole_crc32: None,
         }));
@@ -329,7 +322,7 @@ async fn feed_parts(
         writes.spawn(async move {
             let _permit = permit;
             writer.write_part(part).await?;
-            progress.written_bytes.fetch_add(bytes, Relaxed);
+            progress.moved(bytes);
             Ok(())
         });
         offset += bytes;
@@ -382,7 +375,7 @@ fn choose_inline(items: &mut [Item], payloads: &[Payload]) -> Result<()> {
             break;
         }
         left -= items[i].payload_bytes;
-        items[i].inline = Some(payloads[i].copy()?);
+        items[i].inline = Some(Box::new(payloads[i].copy()?));
     }
     Ok(())
 }

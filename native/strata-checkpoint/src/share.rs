@@ -8,6 +8,7 @@ use strata_io::digest::BLOCK_BYTES;
 
 use crate::geometry::StridedCopy;
 use crate::item::Item;
+use crate::manifest::Items;
 use crate::plan::{REQUEST_BYTES, block_range};
 
 /// A number for each block of a checkpoint: the same on every rank that has opened the same state.
@@ -25,10 +26,10 @@ pub struct Numbering {
 
 impl Numbering {
     /// Numbers the blocks of `items`, which are all that the checkpoint has.
-    pub fn new(items: &[Item]) -> Self {
+    pub fn new(items: &Items) -> Self {
         let mut numbering = Self { first: Vec::with_capacity(items.len()), payloads: Vec::new(), bytes: Vec::new() };
         let mut known: HashMap<(u32, u64, u64), usize> = HashMap::new();
-        for item in items {
+        items.each(|item| {
             let next = numbering.bytes.len();
             let first = *known.entry((item.object, item.item_offset, item.item_bytes)).or_insert(next);
             numbering.first.push(first);
@@ -38,7 +39,7 @@ impl Numbering {
                 numbering.bytes.extend((0..blocks).map(length));
                 numbering.payloads.push(next..numbering.bytes.len());
             }
-        }
+        });
         numbering
     }
 

@@ -10,7 +10,7 @@ use strata_io::Store;
 
 use crate::container::{ContainerError, ParsedItem, Step, Window, dtype_bytes, parse, span};
 use crate::geometry::overlaps;
-use crate::item::{Item, Kind, Object};
+use crate::item::{Digests, Item, Kind, Object};
 use crate::manifest::{FOLDER, Manifest};
 use crate::names::{is_inside, is_our_data_object};
 use crate::open::{Checkpoint, Source};
@@ -44,19 +44,19 @@ impl Checkpoint {
             let object = &mut objects[number as usize];
             object.size = object.size.max(end);
             items.push(Item {
-                fqn: entry.fqn,
+                fqn: Arc::from(entry.fqn),
                 kind: if entry.offsets.is_some() { Kind::TorchSave } else { Kind::Bytes },
-                offsets: entry.offsets,
+                offsets: entry.offsets.map(Arc::from),
                 index: entry.index,
                 dtype: Arc::from(""),
-                shape: Vec::new(),
-                strides: Vec::new(),
+                shape: Arc::default(),
+                strides: Arc::default(),
                 object: number,
                 item_offset: entry.offset,
                 item_bytes: entry.length,
                 payload_skip: 0,
                 payload_bytes: entry.length,
-                digests: Vec::new(),
+                digests: Digests::None,
                 inline: None,
                 whole_crc32: None,
             });
@@ -67,7 +67,7 @@ impl Checkpoint {
             self.keep(beside.manifest, format!("{url}/.metadata carries another save_id than the save that it lists"));
             return Ok(());
         }
-        self.manifest = Manifest { objects, items, ..Manifest::default() };
+        self.manifest = Manifest { objects, items: items.into(), ..Manifest::default() };
         self.warnings.extend(self.lost_manifest(url));
         Ok(())
     }
@@ -135,8 +135,8 @@ fn as_tensor(item: Item, parsed: ParsedItem) -> Item {
     Item {
         kind: Kind::Tensor,
         dtype: Arc::from(parsed.dtype.as_str()),
-        shape: parsed.shape,
-        strides: parsed.strides,
+        shape: Arc::from(parsed.shape),
+        strides: Arc::from(parsed.strides),
         payload_skip: parsed.payload.start + first,
         payload_bytes,
         whole_crc32: parsed.crc32.filter(|_| is_whole),

@@ -7,7 +7,7 @@ use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::Store;
 use strata_io::digest::{BLOCK_BYTES, xxh3};
 
-use crate::item::{Item, Kind, Object, num_blocks};
+use crate::item::{Dims, Item, Kind, Object, num_blocks};
 use crate::manifest::Manifest;
 use crate::open::{Source, open};
 use crate::payload;
@@ -28,7 +28,7 @@ pub struct Parent {
 }
 
 /// dtype, shape and strides: together with the bytes they are all of a stored tensor.
-type Look = (Arc<str>, Vec<u64>, Vec<u64>);
+type Look = (Arc<str>, Dims, Dims);
 
 impl Parent {
     /// Opens the checkpoint in the folder `checkpoint_id` at `store`.
@@ -45,13 +45,15 @@ impl Parent {
 
     fn of(checkpoint_id: String, manifest: Manifest) -> Self {
         let mut rows: HashMap<Look, Vec<usize>> = HashMap::new();
-        for (row, item) in manifest.items.iter().enumerate() {
+        let mut row = 0;
+        manifest.items.each(|item| {
             let is_candidate =
                 item.kind == Kind::Tensor && item.payload_bytes >= LEAST_BYTES && !item.digests.is_empty();
             if is_candidate {
                 rows.entry((item.dtype.clone(), item.shape.clone(), item.strides.clone())).or_default().push(row);
             }
-        }
+            row += 1;
+        });
         Self { checkpoint_id, manifest, rows }
     }
 
@@ -83,7 +85,8 @@ impl Parent {
             let range = block * BLOCK_BYTES..((block + 1) * BLOCK_BYTES).min(item.payload.len());
             let bytes = payload::on_host(range.end - range.start, &[(0, &item.payload, range)])?;
             let digest = xxh3(&bytes[0]);
-            left.retain(|row| self.manifest.items[*row].digests[block as usize].xxh3 == digest);
+            let known = |row: usize| self.manifest.items[row].digests.get(block as usize);
+            left.retain(|row| known(*row).is_some_and(|known| known.xxh3 == digest));
         }
         // Of equal ones the item's own: whoever looks into the file finds the name there.
         let own = left.iter().copied().find(|row| self.manifest.items[*row].fqn == item.fqn);

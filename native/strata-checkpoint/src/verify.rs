@@ -54,7 +54,8 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, F
     };
     let sizes = object_sizes(store, &siblings, checkpoint, &mut findings).await;
     let is_there = |item: &&Item| item.item_offset + item.item_bytes <= sizes[item.object as usize];
-    let items: Vec<&Item> = unique_items(checkpoint).into_iter().filter(is_there).collect();
+    let all = checkpoint.manifest.items.all();
+    let items: Vec<&Item> = unique_items(&all).into_iter().filter(is_there).collect();
     let checks = items.iter().flat_map(|item| pieces(item).into_iter().map(move |piece| (*item, piece)));
     let checks: Vec<_> =
         checks.map(|(item, range)| check_piece(store, &siblings, checkpoint, item, range).boxed()).collect();
@@ -81,7 +82,7 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, F
     for (item, found) in read_whole.filter(|(item, _)| item.digests.is_empty()) {
         check_whole(checkpoint, item, found, &mut stats, &mut findings);
     }
-    findings.problems.extend(checkpoint.manifest.items.iter().filter_map(inline_problem));
+    findings.problems.extend(all.iter().filter_map(inline_problem));
     (stats, findings)
 }
 
@@ -110,9 +111,9 @@ async fn object_sizes(
 }
 
 /// Each payload once, in the order of the objects.
-fn unique_items(checkpoint: &Checkpoint) -> Vec<&Item> {
+fn unique_items(items: &[Item]) -> Vec<&Item> {
     let unique: BTreeMap<(u32, u64, u64), &Item> =
-        checkpoint.manifest.items.iter().map(|item| ((item.object, item.item_offset, item.item_bytes), item)).collect();
+        items.iter().map(|item| ((item.object, item.item_offset, item.item_bytes), item)).collect();
     unique.into_values().collect()
 }
 
@@ -225,7 +226,7 @@ fn frame_problem(item: &Item, head: Option<Bytes>, tail: Option<Bytes>) -> Optio
 
 fn inline_problem(item: &Item) -> Option<String> {
     let inline = item.inline.as_ref()?;
-    let expected = item.digests.first().map_or(xxh3(b""), |digest| digest.xxh3);
+    let expected = item.digests.get(0).map_or(xxh3(b""), |digest| digest.xxh3);
     (xxh3(inline) != expected).then(|| format!("{:?}: the manifest's copy differs from the written value", item.name()))
 }
 

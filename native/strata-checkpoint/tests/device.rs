@@ -23,13 +23,13 @@ fn pattern(bytes: usize) -> Vec<u8> {
 
 fn items(payloads: Vec<Payload>) -> Vec<SaveItem> {
     let item = |(i, payload): (usize, Payload)| SaveItem {
-        fqn: format!("layer.{i}").into_bytes(),
-        offsets: Some(vec![0]),
+        fqn: Arc::from(format!("layer.{i}").into_bytes()),
+        offsets: Some(Arc::from([0])),
         index: None,
         kind: Kind::Tensor,
         dtype: Arc::from("float32"),
-        shape: vec![payload.len() / 4],
-        strides: vec![1],
+        shape: Arc::from([payload.len() / 4]),
+        strides: Arc::from([1]),
         payload,
     };
     payloads.into_iter().enumerate().map(item).collect()

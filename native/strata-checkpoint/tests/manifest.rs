@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use proptest::prelude::*;
 use strata_checkpoint::item::{Entry, Item, Kind, Object, TensorEntry, num_blocks};
-use strata_checkpoint::manifest::{DecodeError, GROUP_ROWS, Manifest, ManifestName, decode, encode};
+use strata_checkpoint::manifest::{DecodeError, GROUP_ROWS, Key, Manifest, ManifestName, decode, encode};
 use strata_checkpoint::run::{CheckpointType, RunInfo};
 use strata_io::digest::BlockDigest;
 
@@ -17,20 +17,20 @@ fn item(fqn: &str, shape: &[u64], object: u32, offset: u64) -> Item {
     let payload_bytes = shape.iter().product::<u64>() * 4;
     let digest = |block| BlockDigest { crc32: block as u32 * 7, xxh3: block as u128 * 11 + 3 };
     Item {
-        fqn: fqn.as_bytes().to_vec(),
-        offsets: Some(vec![0; shape.len()]),
+        fqn: Arc::from(fqn.as_bytes()),
+        offsets: Some(Arc::from(vec![0; shape.len()])),
         index: Some(0),
         kind: Kind::Tensor,
         dtype: Arc::from("float32"),
-        shape: shape.to_vec(),
-        strides,
+        shape: Arc::from(shape),
+        strides: Arc::from(strides),
         object,
         item_offset: offset,
         item_bytes: payload_bytes + 1000,
         payload_skip: 800,
         payload_bytes,
         digests: (0..num_blocks(payload_bytes)).map(digest).collect(),
-        inline: (payload_bytes <= 64).then(|| Bytes::from(vec![5; payload_bytes as usize])),
+        inline: (payload_bytes <= 64).then(|| Box::new(Bytes::from(vec![5; payload_bytes as usize]))),
         whole_crc32: None,
     }
 }
@@ -41,10 +41,10 @@ fn manifest(num_items: usize) -> Manifest {
         .map(|i| item(&format!("model.layers.{i:06}.weight"), shapes[i % 5], (i % 2) as u32, i as u64 * 64))
         .collect();
     let entry = |item: &Item| Entry {
-        fqn: item.fqn.clone(),
+        fqn: item.fqn.to_vec(),
         tensor: Some(TensorEntry {
             dtype: "float32".into(),
-            size: item.shape.clone(),
+            size: item.shape.to_vec(),
             strides: Some(item.strides.iter().map(|s| *s as i64).collect()),
             requires_grad: true,
             pin_memory: false,
@@ -69,7 +69,7 @@ fn manifest(num_items: usize) -> Manifest {
         ],
         references: vec![("step-1".into(), "older".into())],
         entries,
-        items,
+        items: items.into(),
         planner_data: b"j{}".to_vec(),
         payload_bytes: 12,
         run: Some(RunInfo {
@@ -89,6 +89,83 @@ fn a_manifest_survives_the_way_to_the_file_and_back() {
         let manifest = manifest(num_items);
         assert_eq!(decode(&Bytes::from(encode(&manifest))).as_ref(), Ok(&manifest));
     }
+}
+
+#[test]
+fn a_row_asked_for_is_the_item_that_was_written() {
+    let written = manifest(2 * GROUP_ROWS + 3);
+    let read = decode(&Bytes::from(encode(&written))).unwrap();
+    let keys: Vec<Key<'_>> = (0..written.items.len())
+        .rev()
+        .step_by(97)
+        .chain([0, GROUP_ROWS - 1, GROUP_ROWS, GROUP_ROWS])
+        .map(|row| (&*written.items[row].fqn, written.items[row].offsets.as_deref()))
+        .collect();
+    let rows = read.items.rows_of(&keys);
+    assert_eq!(rows, written.items.rows_of(&keys));
+    for row in rows.into_iter().flatten().chain([1, GROUP_ROWS + 1, 2 * GROUP_ROWS + 2]) {
+        assert_eq!(read.items[row], written.items[row], "row {row}");
+    }
+}
+
+#[test]
+fn a_name_or_a_place_that_is_not_stored_has_no_row() {
+    let written = manifest(GROUP_ROWS + 3);
+    let read = decode(&Bytes::from(encode(&written))).unwrap();
+    let last = format!("model.layers.{:06}.weight", GROUP_ROWS + 2);
+    let keys: [Key<'_>; 6] = [
+        (b"", None),
+        (b"model.layers.000000.weight", None),
+        (b"model.layers.000002.weight", Some(&[0, 1])),
+        (b"model.layers.000002.weigh", Some(&[0, 0])),
+        (last.as_bytes(), Some(&[0, 0, 0, 0])),
+        (b"z", None),
+    ];
+    assert_eq!(read.items.rows_of(&keys), [None; 6]);
+}
+
+#[test]
+fn chunks_come_by_entry_in_the_order_of_their_hints() {
+    // As names sort, "b" stands before "w"; as the state has them, behind it.
+    let chunk = |fqn: &str, first: u64, index| Item {
+        offsets: Some(Arc::from([first])),
+        index: Some(index),
+        ..item(fqn, &[2], 0, 4096 * first)
+    };
+    let mut written = manifest(0);
+    written.items = vec![chunk("b", 0, 0), chunk("w", 0, 2), chunk("w", 2, 0), chunk("w", 1 << 40, 1)].into();
+    let tensor = TensorEntry {
+        dtype: "float32".into(),
+        size: vec![6],
+        strides: None,
+        requires_grad: false,
+        pin_memory: false,
+        memory_format: 0,
+        layout: "strided".into(),
+    };
+    let entry = |fqn: &str, tensor| Entry { fqn: fqn.into(), tensor };
+    written.entries = vec![
+        entry("step", None),
+        entry("w", Some(tensor.clone())),
+        entry("none", Some(tensor.clone())),
+        entry("b", Some(tensor)),
+    ];
+    written.objects[0].size = 1 << 60;
+    let read = decode(&Bytes::from(encode(&written))).unwrap();
+    for chunks in [written.chunks(), read.chunks()] {
+        let of = |entry| chunks.of(entry).collect::<Vec<_>>();
+        assert_eq!(of(0), []);
+        assert_eq!(of(1), [(vec![2], vec![2]), (vec![1 << 40], vec![2]), (vec![0], vec![2])]);
+        assert_eq!(of(2), []);
+        assert_eq!(of(3), [(vec![0], vec![2])]);
+    }
+}
+
+#[test]
+fn disorder_between_two_sections_is_refused() {
+    let mut hostile = manifest(GROUP_ROWS + 1);
+    hostile.items[GROUP_ROWS] = hostile.items[GROUP_ROWS - 1].clone();
+    assert!(matches!(decode(&Bytes::from(encode(&hostile))), Err(DecodeError::Damaged(_))));
 }
 
 #[test]
@@ -128,8 +205,8 @@ fn items_that_do_not_fit_are_refused() {
         ("behind its object", |item| item.item_offset = 1 << 41),
         ("overflowing", |item| item.item_offset = u64::MAX - 5),
         ("payload behind the item", |item| item.payload_skip = 1 << 30),
-        ("shape larger than the payload", |item| item.shape[0] += 1),
-        ("overflowing shape", |item| item.shape[0] = u64::MAX),
+        ("shape larger than the payload", |item| Arc::make_mut(&mut item.shape)[0] += 1),
+        ("overflowing shape", |item| Arc::make_mut(&mut item.shape)[0] = u64::MAX),
         ("unknown dtype", |item| item.dtype = Arc::from("float31")),
     ];
     for (what, change) in changes {

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use strata_checkpoint::SaveItem;
 use strata_checkpoint::item::{Entry, Kind, TensorEntry};
 use strata_checkpoint::run::catalog::{Listed, State, catalog};
 use strata_checkpoint::run::life::Run as Life;
@@ -18,8 +17,8 @@ use strata_checkpoint::run::retention::Policy;
 use strata_checkpoint::run::sweep::{Rules, Swept, plan_sweep, sweep};
 use strata_checkpoint::run::{CheckpointType, RunInfo};
 use strata_checkpoint::{
-    Commit, CommitStats, Error, Parent, Payload, PromisedEntry, Source, claim_generation, commit, open, open_base,
-    write_items,
+    Commit, CommitStats, Error, Parent, Payload, Promises, Records, SaveItem, Source, StockParts, claim_generation, commit,
+    open, open_base, write_items,
 };
 use strata_io::schedule::ByteBudget;
 use strata_io::testing::{Hook, Hooked, Kind as RequestKind, Request};
@@ -51,18 +50,18 @@ fn content(fill: u8) -> Bytes {
 
 fn item((name, fill): &Tensor) -> SaveItem {
     SaveItem {
-        fqn: name.as_bytes().to_vec(),
-        offsets: Some(vec![0]),
+        fqn: Arc::from(name.as_bytes()),
+        offsets: Some(Arc::from([0])),
         index: None,
         kind: Kind::Tensor,
         dtype: Arc::from("float32"),
-        shape: vec![16 << 10],
-        strides: vec![1],
+        shape: Arc::from([16 << 10]),
+        strides: Arc::from([1]),
         payload: Payload::Host(content(*fill)),
     }
 }
 
-fn promised((name, _): &Tensor) -> PromisedEntry {
+fn entry((name, _): &Tensor) -> Entry {
     let tensor = TensorEntry {
         dtype: "float32".into(),
         size: vec![16 << 10],
@@ -72,8 +71,24 @@ fn promised((name, _): &Tensor) -> PromisedEntry {
         memory_format: 0,
         layout: "strided".into(),
     };
-    let entry = Entry { fqn: name.as_bytes().to_vec(), tensor: Some(tensor) };
-    PromisedEntry { entry, chunks: vec![(vec![0], vec![16 << 10])] }
+    Entry { fqn: name.as_bytes().to_vec(), tensor: Some(tensor) }
+}
+
+/// One chunk of one dim for each of `tensors`.
+fn promises(tensors: &[Tensor]) -> Promises {
+    let bounds: Vec<usize> = (0..=tensors.len()).collect();
+    Promises {
+        entries: tensors.iter().map(entry).collect(),
+        first_chunks: bounds.clone(),
+        first_dims: bounds,
+        offsets: vec![0; tensors.len()],
+    }
+}
+
+/// Readers look for no more in a `.metadata` than the save's id.
+fn stock(save_id: &str) -> StockParts {
+    let storage_meta = [b"X\x20\0\0\0", save_id.as_bytes()].concat();
+    StockParts { planner_data: b"N".to_vec(), storage_meta, first_memo: 0, version: "1.0.0".into(), has_strides: true }
 }
 
 struct Run {
@@ -110,10 +125,10 @@ impl Run {
             model_hash: None,
         };
         let job = Commit {
-            records: vec![record.expect("written")],
-            entries: tensors.iter().map(promised).collect(),
+            records: Records::decode(&[&record.expect("written").encode()]).expect("a record"),
+            promises: promises(tensors),
             planner_data: Vec::new(),
-            stock_metadata: Some(Bytes::from(save_id.clone())),
+            stock: Some(stock(&save_id)),
             save_id,
             previous_save_id: String::new(),
             rank: None,
@@ -157,7 +172,7 @@ impl Run {
         let opened = open(&*store, None).await.expect("opens");
         assert_eq!(opened.source, Source::Strata);
         for (name, fill) in tensors {
-            let row = opened.row(name.as_bytes(), Some(&[0])).expect("is in it");
+            let row = opened.rows(&[(name.as_bytes(), Some(&[0]))])[0].expect("is in it");
             let item = &opened.manifest.items[row];
             let object = &opened.manifest.objects[item.object as usize];
             let owner =

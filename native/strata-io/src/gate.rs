@@ -20,6 +20,7 @@ const LONGEST_HOLD: Duration = Duration::from_secs(20);
 /// What has happened to the requests of a store handle and its siblings.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
+    pub(crate) requests: AtomicU64,
     pub(crate) retries: AtomicU64,
     pub(crate) throttled: AtomicU64,
     pub(crate) restarted: AtomicU64,
@@ -34,6 +35,7 @@ impl Tally {
     pub(crate) fn counters(&self) -> Counters {
         let value = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Counters {
+            requests: value(&self.requests),
             retries: value(&self.retries),
             throttled: value(&self.throttled),
             restarted: value(&self.restarted),
@@ -153,6 +155,7 @@ impl Lanes {
         state.in_flight += 1;
         let epoch = state.pace.epoch();
         drop(state);
+        Tally::add(&self.tally.requests);
         Pass { lanes: self, epoch, permit: Some(permit), _slot: slot }
     }
 }

@@ -128,9 +128,10 @@ impl Shared {
         let failed = |error| failure("list", &folder, error);
         let reader = match fs::read_dir(&folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound && folder != self.root => {
-                fs::metadata(&self.root).map_err(|error| failure("list", &self.root, error))?;
+                fs::metadata(&self.root).map_err(|error| self.without_root(error))?;
                 return Ok(Vec::new());
             }
+            Err(error) if folder == self.root => return Err(self.without_root(error)),
             other => other.map_err(failed)?,
         };
         let mut found = Vec::new();
@@ -152,6 +153,14 @@ impl Shared {
         }
         found.sort_by(|a, b| a.0.cmp(&b.0));
         Ok(found)
+    }
+
+    /// The root cannot be listed: notes it if there is none.
+    fn without_root(&self, error: io::Error) -> Error {
+        if error.kind() == io::ErrorKind::NotFound {
+            self.directories.note_no_root();
+        }
+        failure("list", &self.root, error)
     }
 
     /// Opens an object of which `bytes` will be read.
@@ -306,6 +315,16 @@ impl Store for LocalStore {
             .await
     }
 
+    async fn tidy(&self) {
+        let tidied = self.shared.run(|shared| {
+            shared.tidy();
+            Ok(())
+        });
+        if let Err(error) = tidied.await {
+            tracing::debug!(%error, "empty folders stay");
+        }
+    }
+
     async fn honours_create(&self) -> Result<bool> {
         Ok(true) // link, RENAME_NOREPLACE and O_EXCL all do, or answer that they cannot
     }
@@ -334,9 +353,21 @@ fn failure(operation: &'static str, path: &Path, error: io::Error) -> Error {
     match error.kind() {
         io::ErrorKind::NotFound => Error::NotFound { object, detail: String::new() },
         io::ErrorKind::AlreadyExists => Error::AlreadyExists { object },
+        io::ErrorKind::NotADirectory => {
+            Error::Io { operation, detail: in_the_way(path), object, errno: error.raw_os_error() }
+        }
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
             Error::PermissionDenied { object, detail: format!("{operation}: {error}") }
         }
         _ => Error::Io { operation, object, errno: error.raw_os_error(), detail: error.to_string() },
+    }
+}
+
+/// Which part of `path` is no directory.
+fn in_the_way(path: &Path) -> String {
+    let is_file = |at: &&Path| fs::metadata(at).is_ok_and(|metadata| !metadata.is_dir());
+    match path.ancestors().find(is_file) {
+        Some(file) => format!("expected a directory at {}, found a file", file.display()),
+        None => io::Error::from(io::ErrorKind::NotADirectory).to_string(),
     }
 }

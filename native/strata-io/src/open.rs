@@ -44,6 +44,12 @@ pub const SCHEMES: [&str; 11] = ["file", "s3", "s3a", "gs", "az", "azure", "abfs
 /// [`Error::Config`] if the scheme or an option is unknown, or a value is unusable.
 pub fn open(url: &str, options: &BTreeMap<String, String>, config: &IoConfig) -> Result<Arc<dyn Store>> {
     let (scheme, rest) = url.split_once("://").unwrap_or(("file", url));
+    if url.starts_with("file://") && !rest.starts_with('/') {
+        return Err(Error::Config(format!(
+            "{url:?}: after file:// comes a host, here {:?}; expected file:/// and an absolute path, or a path alone",
+            rest.split('/').next().unwrap_or_default()
+        )));
+    }
     if scheme == "file" {
         return match options.keys().next() {
             None => Ok(Arc::new(LocalStore::new(url, rest, config.clone()))),

@@ -14,7 +14,9 @@ mod journal;
 mod names;
 pub(crate) mod open;
 mod options;
+mod seen;
 mod signing;
+mod unknown;
 mod upload;
 
 use std::collections::HashMap;
@@ -36,6 +38,7 @@ use self::answer::Doing;
 use self::http::Call;
 pub use self::journal::{PendingUpload, UPLOADS_FOLDER, discard_upload, pending_uploads};
 use self::signing::Signing;
+use self::unknown::Listing;
 use crate::digest::DigestKind;
 use crate::gate::{Gate, Lanes, Tally};
 use crate::lent::LentMut;
@@ -69,6 +72,8 @@ pub(crate) struct Bucket {
     pub(crate) abilities: Abilities,
     /// What its requests are signed with.
     pub(crate) signing: Signing,
+    /// Lists the uploads that have begun; `None` where that cannot be asked.
+    pub(crate) uploads: Option<Arc<Listing>>,
 }
 
 /// A [`Store`] over the `object_store` crate.

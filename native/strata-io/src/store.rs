@@ -34,6 +34,8 @@ pub struct ObjectInfo {
 /// What has happened so far to the requests of a store, of its siblings and of their writers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
+    /// Requests sent, every try and every second request counted.
+    pub requests: u64,
     /// Tries after the first one of each operation.
     pub retries: u64,
     /// Answers by which the store asked for fewer requests.
@@ -159,6 +161,10 @@ pub trait Store: Debug + Send + Sync {
     fn counters(&self) -> Counters {
         Counters::default()
     }
+
+    /// Removes the empty folders that a failed save leaves, best effort: those that this handle has made, and the root if
+    /// it has seen that there was none. Stores without folders have nothing to remove.
+    async fn tidy(&self) {}
 
     /// Removes what small writes of processes that have died left in the folder `prefix` (`""`, or ending in `/`), best
     /// effort. A folder that is not there, and a store whose writes leave nothing, are no error.

@@ -209,6 +209,73 @@ async fn an_upload_that_met_its_deadline_leaves_nothing() {
 }
 
 #[tokio::test]
+async fn an_upload_whose_id_was_lost_is_found_and_aborted() {
+    let bytes = pattern((11 << 20) + 5);
+    for lost in [Action::Lost, Action::Replaced(error(500, "", "InternalError"))] {
+        let place = place(vec![rule("POST", "uploads", 1, lost.clone())]);
+        let other = place.direct.create("large.2", 6 << 20).await.unwrap();
+        write_object(&*place.store, "large", &bytes).await.unwrap_or_else(|error| panic!("{lost:?}: {error}"));
+        assert!(place.direct.read("large", None).await.unwrap() == bytes);
+        // That of another key is somebody else's.
+        assert_eq!(place.server.pending_uploads().len(), 1, "{lost:?}");
+        other.abort().await;
+        assert_eq!(place.server.pending_uploads(), Vec::<String>::new());
+    }
+}
+
+#[tokio::test]
+async fn of_an_upload_that_could_not_be_begun_nothing_stays() {
+    for lost in [Action::Lost, Action::Replaced(error(500, "", "InternalError"))] {
+        let place = place(vec![rule("POST", "uploads", 0, lost)]);
+        let error = place.store.create("large", 11 << 20).await.unwrap_err();
+        assert!(matches!(error, Error::Exhausted { operation: "begin", tries: 4, .. }), "{error}");
+        assert_eq!(place.server.pending_uploads(), Vec::<String>::new());
+    }
+    let place = place(vec![rule("POST", "uploads", 0, Action::Replaced(answer(200, "", "")))]);
+    let error = place.store.create("large", 11 << 20).await.unwrap_err();
+    assert!(matches!(error, Error::Io { .. }), "{error}");
+    assert_eq!(place.server.pending_uploads(), Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn an_upload_that_nobody_waits_for_any_more_is_aborted_when_it_has_begun() {
+    let place = place(vec![rule("POST", "uploads", 0, Action::Stall)]);
+    let create = place.store.create("large", 11 << 20);
+    tokio::time::timeout(Duration::from_millis(300), create).await.unwrap_err();
+    assert_eq!(place.server.pending_uploads().len(), 1);
+    let gone = async {
+        while !place.server.pending_uploads().is_empty() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), gone).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_list_uploads_is_still_written() {
+    let refused = [error(501, "", "NotImplemented"), error(403, "", "AccessDenied")];
+    for refused in refused {
+        let rules =
+            vec![rule("POST", "uploads", 1, Action::Lost), rule("GET", "uploads=&prefix", 0, Action::Answer(refused))];
+        let place = place(rules);
+        write_object(&*place.store, "large", &pattern(11 << 20)).await.unwrap();
+        assert_eq!(place.proxy.heads("GET", "uploads=&prefix").len(), 1);
+        assert_eq!(place.server.pending_uploads().len(), 1);
+    }
+}
+
+#[tokio::test]
+async fn moto_lists_the_upload_whose_id_was_lost() {
+    let (endpoint, bucket) = support::servers::moto_bucket().await;
+    let proxy = Proxy::start(endpoint, vec![rule("POST", "uploads", 1, Action::Lost)]);
+    let store = support::s3(&proxy.endpoint(), &bucket, &config());
+    write_object(&*store, "odd & <name>", &pattern(11 << 20)).await.unwrap();
+    let (status, listed) = support::servers::http_request("GET", &format!("{endpoint}/{bucket}?uploads")).await;
+    assert!(status == 200 && !listed.contains("<UploadId>"), "{status} {listed}");
+    assert_eq!(proxy.heads("DELETE", "uploadId").len(), 1);
+}
+
+#[tokio::test]
 async fn an_upload_that_nobody_could_abort_is_found_and_ended_later() {
     let place = place(vec![rule("DELETE", "uploadId", 0, Action::Answer(error(403, "", "AccessDenied")))]);
     let writer = place.store.create("large", 6 << 20).await.unwrap();

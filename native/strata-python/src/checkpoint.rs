@@ -5,16 +5,18 @@ use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use strata_checkpoint::geometry::StridedCopy;
-use strata_checkpoint::item::{Item, TensorEntry};
+use strata_checkpoint::item::{Item, Kind};
 use strata_checkpoint::{self as core, PlainTensor, Source, StockEntry, TensorRead, VerifyMode, stock};
 use strata_io::schedule::ByteBudget;
 
 use crate::buffers::{Owners, destination};
+use crate::entries::{PyEntries, RawStockParts, entries, stock_parts};
 use crate::errors::to_py;
 use crate::runtime::wait;
-use crate::save::{RawEntry, RawStockEntry, stock_to_py};
+use crate::save::{RawStockEntry, stock_to_py};
 use crate::store::Store;
 
 /// Adds this file's classes.
@@ -48,8 +50,7 @@ fn is_inside(path: &str) -> bool {
 /// A checkpoint that is open for reading.
 #[pyclass(module = "torch_strata._native", frozen)]
 pub(crate) struct Checkpoint {
-    pub store: Arc<dyn strata_io::Store>,
-    pub budget: ByteBudget,
+    pub reading: core::Reading,
     /// Replaced when stock items are looked at; a read holds the one it began with.
     checkpoint: Mutex<Arc<core::Checkpoint>>,
 }
@@ -64,6 +65,11 @@ type Described = (u32, String, Vec<u64>, Vec<u64>);
 pub(crate) type RawRead<'py> = (usize, Vec<u64>, Vec<u64>, i64, usize, Vec<i64>, Bound<'py, PyAny>);
 
 impl Checkpoint {
+    fn new(store: Arc<dyn strata_io::Store>, budget: ByteBudget, checkpoint: core::Checkpoint) -> Self {
+        let reading = core::Reading { store, budget, progress: Arc::default() };
+        Self { reading, checkpoint: Mutex::new(Arc::new(checkpoint)) }
+    }
+
     /// As it is; what stock items are found to be later is in another one.
     pub fn now(&self) -> Arc<core::Checkpoint> {
         self.checkpoint.lock().expect("never poisoned").clone()
@@ -77,7 +83,10 @@ impl Checkpoint {
 
     pub fn item(checkpoint: &core::Checkpoint, row: usize) -> PyResult<&Item> {
         let items = &checkpoint.manifest.items;
-        items.get(row).ok_or_else(|| PyValueError::new_err(format!("no row {row} of {}", items.len())))
+        if row >= items.len() {
+            return Err(PyValueError::new_err(format!("no row {row} of {}", items.len())));
+        }
+        Ok(&items[row])
     }
 }
 
@@ -89,7 +98,7 @@ impl Checkpoint {
         let (store, budget) = store.open()?;
         let opened = store.clone();
         let checkpoint = wait(py, async move { core::open(&*opened, rank).await })?;
-        Ok(Self { store, budget, checkpoint: Mutex::new(Arc::new(checkpoint)) })
+        Ok(Self::new(store, budget, checkpoint))
     }
 
     #[staticmethod]
@@ -99,7 +108,7 @@ impl Checkpoint {
             |(fqn, object, offset, bytes, dtype, shape)| PlainTensor { fqn, object, offset, bytes, dtype, shape };
         let tensors = tensors.into_iter().map(tensor).collect();
         let checkpoint = core::Checkpoint::plain(store.url(), tensors).map_err(to_py)?;
-        Ok(Self { store, budget, checkpoint: Mutex::new(Arc::new(checkpoint)) })
+        Ok(Self::new(store, budget, checkpoint))
     }
 
     #[getter]
@@ -113,6 +122,11 @@ impl Checkpoint {
             Source::Strata | Source::Plain => None,
             Source::Stock(bytes) => Some(PyBytes::new(py, bytes)),
         }
+    }
+
+    #[getter]
+    fn progress(&self) -> (u64, u64) {
+        self.reading.progress.seen()
     }
 
     #[getter]
@@ -145,35 +159,22 @@ impl Checkpoint {
         PyBytes::new(py, &self.now().manifest.planner_data)
     }
 
-    fn entries<'py>(&self, py: Python<'py>) -> Vec<RawEntry<Bound<'py, PyBytes>>> {
-        let checkpoint = self.now();
-        let manifest = &checkpoint.manifest;
-        let mut chunks: HashMap<&[u8], Vec<&Item>> = HashMap::new();
-        for item in manifest.items.iter().filter(|item| item.offsets.is_some()) {
-            chunks.entry(&item.fqn).or_default().push(item);
-        }
-        let raw = |entry: &core::item::Entry| {
-            let mut chunks = chunks.remove(entry.fqn.as_slice()).unwrap_or_default();
-            chunks.sort_by_key(|item| item.index);
-            let offsets = chunks.iter().map(|item| item.offsets.clone().expect("filtered")).collect();
-            let sizes = chunks.iter().map(|item| item.shape.clone()).collect();
-            let fqn = PyBytes::new(py, &entry.fqn);
-            match entry.tensor.clone() {
-                None => (fqn, false, String::new(), vec![], None, false, false, 0, String::new(), vec![], vec![]),
-                Some(tensor) => {
-                    let TensorEntry { dtype, size, strides, requires_grad, pin_memory, memory_format, layout } = tensor;
-                    (fqn, true, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes)
-                }
-            }
-        };
-        manifest.entries.iter().map(raw).collect()
+    fn entries<'py>(&self, py: Python<'py>) -> PyResult<PyEntries<'py>> {
+        entries(py, &self.now().manifest)
+    }
+
+    fn stock_pickle<'py>(&self, py: Python<'py>, parts: RawStockParts) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &core::stock_pickle(&self.now().manifest, &stock_parts(parts)))
     }
 
     fn items<'py>(&self, py: Python<'py>) -> Vec<RawStockEntry<Bound<'py, PyBytes>>> {
         let checkpoint = self.now();
         let manifest = &checkpoint.manifest;
-        let entry = |item: &Item| stock_to_py(py, StockEntry::of(item.clone(), manifest.path_of(item.object)));
-        manifest.items.iter().map(entry).collect()
+        let mut entries = Vec::with_capacity(manifest.items.len());
+        manifest.items.each(|item| {
+            entries.push(stock_to_py(py, StockEntry::of(item.clone(), manifest.path_of(item.object))));
+        });
+        entries
     }
 
     fn objects(&self) -> Vec<(String, u64)> {
@@ -186,28 +187,34 @@ impl Checkpoint {
             StockEntry { fqn, offsets, index: u32::try_from(index).ok(), object, offset, length }
         };
         let entries = items.into_iter().map(entry).collect();
-        self.change(|checkpoint| checkpoint.set_stock_entries(self.store.url(), entries)).map_err(to_py)?;
+        self.change(|checkpoint| checkpoint.set_stock_entries(self.reading.store.url(), entries)).map_err(to_py)?;
         Ok(self.is_stock())
     }
 
     fn without_metadata(&self, py: Python<'_>, reason: String) -> PyResult<()> {
-        let (store, checkpoint) = (self.store.clone(), (*self.now()).clone());
+        let (store, checkpoint) = (self.reading.store.clone(), (*self.now()).clone());
         let kept = wait(py, async move { checkpoint.without_metadata(&*store, &reason).await })?;
         *self.checkpoint.lock().expect("never poisoned") = Arc::new(kept);
         Ok(())
     }
 
-    fn rows(&self, keys: Vec<(Vec<u8>, Option<Vec<u64>>)>) -> Vec<i64> {
-        self.now().rows(&keys).into_iter().map(|row| row.map_or(-1, |row| row as i64)).collect()
-    }
-
-    fn describe(&self, py: Python<'_>, rows: Vec<usize>) -> PyResult<Vec<Described>> {
+    fn locate(
+        &self,
+        py: Python<'_>,
+        fqns: Vec<PyBackedBytes>,
+        places: Vec<usize>,
+        offsets: Vec<Option<Vec<u64>>>,
+    ) -> PyResult<(Vec<i64>, Vec<usize>, Vec<Described>)> {
         let mut checkpoint = self.now();
-        for row in &rows {
-            Self::item(&checkpoint, *row)?;
+        let mut keys = Vec::with_capacity(fqns.len());
+        for (fqn, place) in fqns.iter().zip(places) {
+            let place = offsets.get(place).ok_or_else(|| PyValueError::new_err(format!("no offsets {place}")))?;
+            keys.push((&**fqn, place.as_deref()));
         }
+        let rows = checkpoint.rows(&keys);
         if checkpoint.source != Source::Strata {
-            let (store, wanted, mut changed) = (self.store.clone(), rows.clone(), (*checkpoint).clone());
+            let wanted: Vec<usize> = rows.iter().copied().flatten().collect();
+            let (store, mut changed) = (self.reading.store.clone(), (*checkpoint).clone());
             let changed = wait(py, async move {
                 stock::resolve(&*store, &mut changed, &wanted).await?;
                 Ok::<_, core::Error>(changed)
@@ -215,19 +222,27 @@ impl Checkpoint {
             checkpoint = Arc::new(changed);
             *self.checkpoint.lock().expect("never poisoned") = checkpoint.clone();
         }
-        let describe = |row: usize| {
-            let item = &checkpoint.manifest.items[row];
-            (item.kind.code(), item.dtype.to_string(), item.shape.clone(), item.strides.clone())
+        let mut table: Vec<Described> = Vec::new();
+        let mut numbers: HashMap<_, usize> = HashMap::new();
+        let mut number = |row: &Option<usize>| {
+            let Some(row) = row else { return 0 };
+            let Item { kind, dtype, shape, strides, .. } = &checkpoint.manifest.items[*row];
+            *numbers.entry((kind.code(), &**dtype, &**shape, &**strides)).or_insert_with(|| {
+                table.push((kind.code(), dtype.to_string(), shape.to_vec(), strides.to_vec()));
+                table.len() - 1
+            })
         };
-        Ok(rows.into_iter().map(describe).collect())
+        let described = rows.iter().map(&mut number).collect();
+        Ok((rows.into_iter().map(|row| row.map_or(-1, |row| row as i64)).collect(), described, table))
     }
 
-    #[pyo3(signature = (tensors, blobs, *, verify))]
+    #[pyo3(signature = (tensors, blobs, whole, *, verify))]
     fn read<'py>(
         &self,
         py: Python<'py>,
         tensors: Vec<RawRead<'py>>,
         blobs: Vec<usize>,
+        whole: Vec<(usize, usize, Bound<'py, PyAny>)>,
         verify: &str,
     ) -> PyResult<(Vec<Bound<'py, PyBytes>>, ReadStats)> {
         let mode = mode_of(verify)?;
@@ -235,10 +250,10 @@ impl Checkpoint {
         for row in &blobs {
             Self::item(&checkpoint, *row)?;
         }
-        let tensors = lend_destinations(&checkpoint, tensors)?;
-        let (store, budget) = (self.store.clone(), self.budget.clone());
-        let (blobs, stats) =
-            wait(py, async move { core::read(store, &budget, checkpoint, tensors, &blobs, mode).await })?;
+        let mut tensors = lend_destinations(&checkpoint, tensors)?;
+        tensors.extend(lend_whole(&checkpoint, whole)?);
+        let reading = self.reading.clone();
+        let (blobs, stats) = wait(py, async move { core::read(&reading, checkpoint, tensors, &blobs, mode).await })?;
         Ok((blobs.iter().map(|bytes| PyBytes::new(py, bytes)).collect(), stats.into()))
     }
 
@@ -247,12 +262,12 @@ impl Checkpoint {
         for row in &rows {
             Self::item(&checkpoint, *row)?;
         }
-        let store = self.store.clone();
+        let store = self.reading.store.clone();
         wait(py, async move { core::blob_bytes(&*store, &checkpoint, &rows).await })
     }
 
     fn verify(&self, py: Python<'_>) -> PyResult<(ReadStats, Vec<String>, Vec<String>)> {
-        let (store, checkpoint) = (self.store.clone(), self.now());
+        let (store, checkpoint) = (self.reading.store.clone(), self.now());
         let (stats, found) = wait(py, async move {
             let mut checkpoint = (*checkpoint).clone();
             let rows: Vec<usize> = (0..checkpoint.manifest.items.len()).collect();
@@ -295,4 +310,34 @@ pub(crate) fn lend_destinations(checkpoint: &core::Checkpoint, raw: Vec<RawRead<
         Ok(TensorRead { row, destination: destination.map_err(core::Error::from).map_err(to_py)? })
     };
     copies.into_iter().map(lend).collect()
+}
+
+/// Destinations that take all of a row, contiguously: row, address, owner.
+fn lend_whole(checkpoint: &core::Checkpoint, raw: Vec<(usize, usize, Bound<'_, PyAny>)>) -> PyResult<Vec<TensorRead>> {
+    let mut owners = Owners::default();
+    let mut places = Vec::with_capacity(raw.len());
+    for (row, address, owner) in raw {
+        let item = Checkpoint::item(checkpoint, row)?;
+        if item.kind != Kind::Tensor {
+            return Err(PyValueError::new_err(format!("{:?} is not stored as a tensor", item.name())));
+        }
+        let strides = contiguous(&item.shape);
+        places.push((row, address, copy_of(item, &vec![0; item.shape.len()], &item.shape, &strides)?));
+        owners.keep(owner);
+    }
+    let lease = owners.lease();
+    let lend = |(row, address, copy)| {
+        let destination = destination(None, address, copy, &lease);
+        Ok(TensorRead { row, destination: destination.map_err(core::Error::from).map_err(to_py)? })
+    };
+    places.into_iter().map(lend).collect()
+}
+
+/// Row-major strides, in elements.
+fn contiguous(shape: &[u64]) -> Vec<i64> {
+    let mut strides = vec![1; shape.len()];
+    for dim in (1..shape.len()).rev() {
+        strides[dim - 1] = strides[dim] * shape[dim].max(1) as i64;
+    }
+    strides
 }

@@ -2,6 +2,7 @@
 
 mod buffers;
 mod checkpoint;
+mod entries;
 mod errors;
 mod run;
 mod runtime;

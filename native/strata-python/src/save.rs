@@ -1,17 +1,17 @@
 //! Saving: `write_items`, `open_base`, `commit` and what they exchange.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
-use bytes::Bytes;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
-use strata_checkpoint::item::{Entry, Kind, TensorEntry};
-use strata_checkpoint::{self as core, Commit, Payload, PromisedEntry, RankRecord, SaveItem, StockEntry};
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyList};
+use strata_checkpoint::item::{Dims, Kind};
+use strata_checkpoint::{self as core, Commit, Payload, RankRecord, Records, SaveItem, StockEntry};
 use tokio::sync::watch;
 
 use crate::buffers::{Owners, lend_device, lend_memory};
+use crate::entries::{RawPromises, RawStockParts, promises, stock_parts};
 use crate::errors::to_py;
 use crate::run::{Parent, RawRunInfo, run_info};
 use crate::runtime::wait;
@@ -25,8 +25,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(open_base, module)?)?;
     module.add_function(wrap_pyfunction!(claim_generation, module)?)?;
     module.add_function(wrap_pyfunction!(write_items, module)?)?;
-    module.add_function(wrap_pyfunction!(record_bytes, module)?)?;
-    module.add_function(wrap_pyfunction!(stock_entries, module)?)?;
+    module.add_function(wrap_pyfunction!(record_objects, module)?)?;
     module.add_function(wrap_pyfunction!(commit, module)?)
 }
 
@@ -70,10 +69,17 @@ impl Base {
 }
 
 #[pyfunction]
-#[pyo3(signature = (store, *, rank))]
-fn open_base(py: Python<'_>, store: &Store, rank: Option<u32>) -> PyResult<Base> {
+#[pyo3(signature = (store, *, rank, transfer = None))]
+fn open_base(py: Python<'_>, store: &Store, rank: Option<u32>, transfer: Option<&Transfer>) -> PyResult<Base> {
     let (store, _) = store.open()?;
-    let base = wait(py, async move { core::open_base(&*store, rank).await })?;
+    let cancelled = transfer.map(|transfer| transfer.cancelled.subscribe());
+    let base = wait(py, async move {
+        let opening = core::open_base(&*store, rank);
+        match cancelled {
+            Some(cancelled) => unless_cancelled(opening, cancelled).await,
+            None => opening.await,
+        }
+    })?;
     Ok(Base { base: Arc::new(base) })
 }
 
@@ -84,7 +90,8 @@ fn claim_generation(py: Python<'_>, run_root: &Store, owner: String) -> PyResult
     wait(py, async move { core::claim_generation(&*store, &owner).await })
 }
 
-/// A `write_items`, seen from another thread: how far it has come, and a way to end it, also before it begins.
+/// A `write_items`, seen from another thread: how far it has come, and a way to end it, also before it begins, and the
+/// `open_base` before it.
 #[pyclass(module = "torch_strata._native", frozen)]
 pub(crate) struct Transfer {
     cancelled: watch::Sender<bool>,
@@ -110,13 +117,8 @@ impl Transfer {
     }
 
     #[getter]
-    fn total_bytes(&self) -> u64 {
-        self.progress.total_bytes.load(Relaxed)
-    }
-
-    #[getter]
-    fn written_bytes(&self) -> u64 {
-        self.progress.written_bytes.load(Relaxed)
+    fn progress(&self) -> (u64, u64) {
+        self.progress.seen()
     }
 }
 
@@ -131,23 +133,27 @@ async fn unless_cancelled<T>(
     }
 }
 
-/// fqn, offsets, index, kind, device, address, bytes, dtype, shape, strides, owner.
-type RawItem<'py> =
-    (Vec<u8>, Option<Vec<u64>>, i64, u32, i64, usize, usize, String, Vec<u64>, Vec<u64>, Bound<'py, PyAny>);
+/// What many items have in common: offsets, kind, device, bytes, dtype, shape, strides.
+type RawTemplate = (Option<Vec<u64>>, u32, i64, usize, String, Vec<u64>, Vec<u64>);
+
+/// fqn, index, template, address, owner.
+type RawItem<'py> = (PyBackedBytes, i64, usize, usize, Bound<'py, PyAny>);
 
 #[pyfunction]
-#[pyo3(signature = (store, items, *, rank, save_id, parent, transfer))]
+#[pyo3(signature = (store, items, templates, *, rank, save_id, parent, transfer))]
+#[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
 fn write_items<'py>(
     py: Python<'py>,
     store: &Store,
     items: Vec<RawItem<'py>>,
+    templates: Vec<RawTemplate>,
     rank: u32,
     save_id: String,
     parent: Option<&Parent>,
     transfer: &Transfer,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let (store, budget) = store.open()?;
-    let items = lend_items(items)?;
+    let items = lend_items(items, &templates)?;
     let parent = parent.map(|parent| parent.parent.clone());
     let (cancelled, progress) = (transfer.cancelled.subscribe(), transfer.progress.clone());
     let record = wait(py, async move {
@@ -160,31 +166,37 @@ fn write_items<'py>(
     Ok(PyBytes::new(py, &record.encode()))
 }
 
-fn lend_items(raw: Vec<RawItem<'_>>) -> PyResult<Vec<SaveItem>> {
+fn lend_items(raw: Vec<RawItem<'_>>, templates: &[RawTemplate]) -> PyResult<Vec<SaveItem>> {
     let mut owners = Owners::default();
+    let share = |(offsets, _, device, _, dtype, shape, strides): &RawTemplate| {
+        let offsets = offsets.as_deref().map(Dims::from);
+        (offsets, *device, Arc::<str>::from(dtype.as_str()), Dims::from(&**shape), Dims::from(&**strides))
+    };
+    let shared: Vec<_> = templates.iter().map(share).collect();
     let mut placed = Vec::with_capacity(raw.len());
-    for (fqn, offsets, index, kind, device, address, bytes, dtype, shape, strides, owner) in raw {
-        let kind = kind_of(kind)?;
+    for (fqn, index, number, address, owner) in raw {
+        let template = templates.get(number).ok_or_else(|| PyValueError::new_err(format!("no template {number}")))?;
+        let kind = kind_of(template.1)?;
         let (address, bytes) = match kind {
             Kind::Tensor => {
                 owners.keep(owner);
-                (address, bytes)
+                (address, template.3)
             }
             Kind::Bytes | Kind::TorchSave => owners.keep_buffer(&owner)?,
         };
-        let (index, device) = (u32::try_from(index).ok(), u32::try_from(device).ok());
-        placed.push((fqn, offsets, index, kind, (device, address, bytes), dtype, shape, strides));
+        placed.push((Arc::from(&*fqn), u32::try_from(index).ok(), number, kind, address, bytes));
     }
     let lease = owners.lease();
-    let lend = |(fqn, offsets, index, kind, place, dtype, shape, strides): (_, _, _, _, _, String, _, _)| {
-        let payload = match place {
-            (None, address, bytes) => Payload::Host(lend_memory(address, bytes, &lease)),
-            (Some(ordinal), address, bytes) => {
+    let lend = |(fqn, index, number, kind, address, bytes): (_, _, usize, _, _, _)| {
+        let (offsets, device, dtype, shape, strides) = shared[number].clone();
+        let payload = match u32::try_from(device).ok() {
+            None => Payload::Host(lend_memory(address, bytes, &lease)),
+            Some(ordinal) => {
                 let memory = lend_device(ordinal, address, bytes, &lease);
                 Payload::Device(memory.map_err(core::Error::from).map_err(to_py)?)
             }
         };
-        Ok(SaveItem { fqn, offsets, index, kind, dtype: Arc::from(dtype), shape, strides, payload })
+        Ok(SaveItem { fqn, offsets, index, kind, dtype, shape, strides, payload })
     };
     placed.into_iter().map(lend).collect()
 }
@@ -194,9 +206,9 @@ fn kind_of(code: u32) -> PyResult<Kind> {
 }
 
 #[pyfunction]
-fn record_bytes(record: &[u8]) -> PyResult<u64> {
-    let record = RankRecord::decode(record).map_err(to_py)?;
-    Ok(record.objects.iter().map(|object| object.size).sum())
+fn record_objects(record: &[u8]) -> PyResult<Vec<(String, u64)>> {
+    let objects = RankRecord::own_objects(record).map_err(to_py)?;
+    Ok(objects.into_iter().map(|object| (object.name, object.size)).collect())
 }
 
 /// fqn, offsets, index, object, offset, length.
@@ -206,23 +218,6 @@ pub(crate) type RawStockEntry<F> = (F, Option<Vec<u64>>, i64, String, u64, u64);
 pub(crate) fn stock_to_py(py: Python<'_>, entry: StockEntry) -> RawStockEntry<Bound<'_, PyBytes>> {
     let index = entry.index.map_or(-1, i64::from);
     (PyBytes::new(py, &entry.fqn), entry.offsets, index, entry.object, entry.offset, entry.length)
-}
-
-#[pyfunction]
-fn stock_entries<'py>(py: Python<'py>, records: Vec<Vec<u8>>) -> PyResult<Vec<RawStockEntry<Bound<'py, PyBytes>>>> {
-    let entries = core::stock_entries(&records).map_err(to_py)?;
-    Ok(entries.into_iter().map(|entry| stock_to_py(py, entry)).collect())
-}
-
-/// fqn, is_tensor, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes.
-pub(crate) type RawEntry<F> =
-    (F, bool, String, Vec<u64>, Option<Vec<i64>>, bool, bool, u32, String, Vec<Vec<u64>>, Vec<Vec<u64>>);
-
-fn promised(raw: RawEntry<Vec<u8>>) -> PromisedEntry {
-    let (fqn, is_tensor, dtype, size, strides, requires_grad, pin_memory, memory_format, layout, offsets, sizes) = raw;
-    let tensor = TensorEntry { dtype, size, strides, requires_grad, pin_memory, memory_format, layout };
-    let tensor = is_tensor.then_some(tensor);
-    PromisedEntry { entry: Entry { fqn, tensor }, chunks: offsets.into_iter().zip(sizes).collect() }
 }
 
 /// What a commit did.
@@ -239,17 +234,17 @@ pub(crate) struct CommitStats {
 }
 
 #[pyfunction]
-#[pyo3(signature = (store, base, records, entries, *, planner_data, stock_metadata, save_id, previous_save_id, rank,
+#[pyo3(signature = (store, base, records, entries, *, planner_data, stock, save_id, previous_save_id, rank,
                     world_size, generation, run_root, run))]
 #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
 fn commit(
     py: Python<'_>,
     store: &Store,
     base: &Base,
-    records: Vec<Vec<u8>>,
-    entries: Vec<RawEntry<Vec<u8>>>,
+    records: &Bound<'_, PyList>,
+    entries: RawPromises,
     planner_data: Vec<u8>,
-    stock_metadata: Option<Vec<u8>>,
+    stock: Option<RawStockParts>,
     save_id: String,
     previous_save_id: String,
     rank: Option<u32>,
@@ -262,13 +257,19 @@ fn commit(
     let run_root = run_root.map(Store::open).transpose()?;
     let base = base.base.clone();
     let run = run.map(run_info).transpose()?;
+    let promises = promises(py, entries)?;
+    let sent: Vec<PyBackedBytes> = records.extract()?;
+    let bytes: Vec<&[u8]> = sent.iter().map(|record| &**record).collect();
+    let decoded = py.detach(|| Records::decode(&bytes)).map_err(to_py)?;
+    // The commit needs the memory.
+    drop(sent);
+    records.del_slice(0, records.len())?;
     let stats = wait(py, async move {
-        let records = records.iter().map(|record| RankRecord::decode(record)).collect::<core::Result<_>>()?;
         let job = Commit {
-            records,
-            entries: entries.into_iter().map(promised).collect(),
+            records: decoded,
+            promises,
             planner_data,
-            stock_metadata: stock_metadata.map(Bytes::from),
+            stock: stock.map(stock_parts),
             save_id,
             previous_save_id,
             rank,

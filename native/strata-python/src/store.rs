@@ -115,8 +115,10 @@ impl Store {
     }
 
     fn counters(&self) -> PyResult<BTreeMap<&'static str, u64>> {
-        let Counters { retries, throttled, restarted, hedged } = self.open()?.0.counters();
-        Ok([("retries", retries), ("throttled", throttled), ("restarted", restarted), ("hedged", hedged)].into())
+        let Counters { requests, retries, throttled, restarted, hedged } = self.open()?.0.counters();
+        let sent = [("requests", requests), ("retries", retries)];
+        let met = [("throttled", throttled), ("restarted", restarted), ("hedged", hedged)];
+        Ok(sent.into_iter().chain(met).collect())
     }
 
     fn list_folders(&self, py: Python<'_>, prefix: String) -> PyResult<Vec<String>> {
@@ -129,6 +131,14 @@ impl Store {
         let part_bytes = store.part_bytes(size);
         let writer = wait(py, async move { store.create(&name, size).await.map_err(Error::from) })?;
         Ok(Upload::new(writer, part_bytes))
+    }
+
+    fn tidy(&self, py: Python<'_>) -> PyResult<()> {
+        let (store, _) = self.open()?;
+        wait(py, async move {
+            store.tidy().await;
+            Ok::<_, Error>(())
+        })
     }
 
     fn delete(&self, py: Python<'_>, name: String) -> PyResult<()> {

@@ -38,9 +38,8 @@ impl Together {
     #[new]
     #[pyo3(signature = (checkpoint, needs, *, rank, round_bytes, verify))]
     fn new(checkpoint: &Checkpoint, needs: Vec<Vec<u8>>, rank: u32, round_bytes: u64, verify: &str) -> PyResult<Self> {
-        let (store, budget, opened) = (checkpoint.store.clone(), checkpoint.budget.clone(), checkpoint.now());
-        let mode = mode_of(verify)?;
-        let core = core::Together::new(store, budget, opened.clone(), needs, rank, round_bytes, mode);
+        let (reading, opened, mode) = (checkpoint.reading.clone(), checkpoint.now(), mode_of(verify)?);
+        let core = core::Together::new(reading, opened.clone(), needs, rank, round_bytes, mode);
         Ok(Self { core: Arc::new(core.map_err(to_py)?), checkpoint: opened })
     }
 

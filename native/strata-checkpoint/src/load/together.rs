@@ -4,17 +4,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use strata_io::Store;
 use strata_io::digest::{DigestKind, crc32, xxh3};
 use strata_io::lent::LentMut;
-use strata_io::schedule::ByteBudget;
 use tokio::task::JoinSet;
 
 use super::check::Checks;
-use super::{Job, ReadStats, TensorRead, VerifyMode, check, run};
+use super::{Job, ReadStats, Reading, TensorRead, VerifyMode, check, run};
 use crate::destination::Destination;
 use crate::geometry::StridedCopy;
-use crate::item::Item;
+use crate::manifest::Items;
 use crate::open::Checkpoint;
 use crate::plan::{BlockRead, block_range, joined, needed_blocks};
 use crate::share::{Bits, Numbering, Schedule, blocks_of};
@@ -22,8 +20,7 @@ use crate::{Error, Result};
 
 /// What the ranks of a group read together, as one of them sees it.
 pub struct Together {
-    store: Arc<dyn Store>,
-    budget: ByteBudget,
+    reading: Reading,
     checkpoint: Arc<Checkpoint>,
     numbering: Numbering,
     schedule: Schedule,
@@ -68,8 +65,7 @@ impl Together {
     /// # Errors
     /// [`Error::Plan`] if the needs are not of this checkpoint.
     pub fn new(
-        store: Arc<dyn Store>,
-        budget: ByteBudget,
+        reading: Reading,
         checkpoint: Arc<Checkpoint>,
         needs: Vec<Vec<u8>>,
         rank: u32,
@@ -79,10 +75,10 @@ impl Together {
         let numbering = Numbering::new(&checkpoint.manifest.items);
         let bits: Option<Vec<Bits>> = needs.into_iter().map(|needs| Bits::from_bytes(needs, numbering.len())).collect();
         let needs = bits.filter(|bits| bits.len() > rank as usize).ok_or_else(|| {
-            Error::Plan(format!("{}: the ranks of the group have not opened the same state", store.url()))
+            Error::Plan(format!("{}: the ranks of the group have not opened the same state", reading.store.url()))
         })?;
         let schedule = Schedule::new(&numbering, needs, round_bytes);
-        Ok(Self { store, budget, checkpoint, numbering, schedule, rank, mode, checks: Arc::default() })
+        Ok(Self { reading, checkpoint, numbering, schedule, rank, mode, checks: Arc::default() })
     }
 
     /// Number of rounds, the same on every rank.
@@ -117,7 +113,7 @@ impl Together {
     pub async fn read(&self, round: u32, tensors: Vec<TensorRead>, buffer: LentMut) -> Result<Round> {
         let stored: Vec<(usize, Destination)> = tensors.into_iter().map(|t| (t.row, t.destination)).collect();
         let blocks = self.blocks(round, &stored);
-        let job = Job::new(self.store.clone(), self.checkpoint.clone(), stored, self.mode, self.checks.clone());
+        let job = Job::new(self.reading.store.clone(), self.checkpoint.clone(), stored, self.mode, self.checks.clone());
         let job = Arc::new(job?);
         let (alone, shared): (Vec<_>, Vec<_>) = blocks.into_iter().partition(|block| block.needers.len() == 1);
         let alone = alone.into_iter().map(|block| (block.object, block.read)).collect();
@@ -126,11 +122,12 @@ impl Together {
         let (destinations, own): (Vec<_>, Vec<_>) = own.into_iter().unzip();
         // Verified here, and again where it is taken up: what it notes of stock items is noted there.
         let checks = Arc::default();
-        let kept = Job::new(self.store.clone(), self.checkpoint.clone(), destinations, VerifyMode::InPlace, checks);
+        let kept =
+            Job::new(self.reading.store.clone(), self.checkpoint.clone(), destinations, VerifyMode::InPlace, checks);
         let kept = Arc::new(kept?);
 
         let (first, second) =
-            tokio::join!(run(&job, &self.budget, joined(alone)), run(&kept, &self.budget, joined(own)));
+            tokio::join!(run(&job, &self.reading, joined(alone)), run(&kept, &self.reading, joined(own)));
         let (first, second) = (first?, second?);
         let stats = ReadStats {
             requests: first.requests + second.requests,
@@ -145,7 +142,7 @@ impl Together {
     /// # Errors
     /// [`Error::Checksum`].
     pub fn settle(&self) -> Result<(u64, u64)> {
-        self.checks.settle(&self.checkpoint, self.store.url())
+        self.checks.settle(&self.checkpoint, self.reading.store.url())
     }
 
     fn blocks(&self, round: u32, stored: &[(usize, Destination)]) -> Vec<Block> {
@@ -210,7 +207,7 @@ fn is_for(piece: &Piece, needers: &[u32]) -> bool {
 }
 
 /// All of the block: ranks need other parts of it.
-fn whole_block(read: BlockRead, items: &[Item]) -> BlockRead {
+fn whole_block(read: BlockRead, items: &Items) -> BlockRead {
     let item = &items[read.row];
     let payload = block_range(read.block, item.payload_bytes);
     let file = item.payload_offset() + payload.start..item.payload_offset() + payload.end;

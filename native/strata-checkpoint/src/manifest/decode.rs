@@ -7,9 +7,10 @@ use strata_io::is_plain;
 use strata_proto::v1;
 use strata_proto::v1::section::Kind;
 
-use super::columns::{Fault, decode_entries, decode_items};
-use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
-use crate::item::{Entry, Item, Object};
+use super::columns::{Fault, decode_entries};
+use super::items::Stored;
+use super::{MAGIC, Manifest, READER_VERSION};
+use crate::item::{Entry, Object};
 use crate::run::{CheckpointType, RunInfo};
 
 const PREAMBLE_BYTES: usize = 16;
@@ -36,7 +37,8 @@ impl<F: Into<Fault>> From<F> for DecodeError {
 pub fn decode(file: &Bytes) -> Result<Manifest, DecodeError> {
     let (header, body) = split(file)?;
     let mut manifest = from_header(&header)?;
-    let (mut entries, mut items): (Vec<(u64, Entry)>, Vec<Item>) = Default::default();
+    let mut entries: Vec<(u64, Entry)> = Vec::new();
+    let mut items = Stored::new(&manifest.objects);
     let mut sections = header.sections.iter();
     while let Some(section) = sections.next() {
         let bytes = section_bytes(section, &body)?;
@@ -45,11 +47,7 @@ pub fn decode(file: &Bytes) -> Result<Manifest, DecodeError> {
             Ok(Kind::Items) => {
                 let digests = follower(sections.next(), Kind::Digests, &body)?;
                 let inline = follower(sections.next(), Kind::Inline, &body)?;
-                let group = message::<v1::ItemGroup>(&bytes)?;
-                if group.kind.len() > GROUP_ROWS {
-                    return Err(format!("a section has {} rows, at most {GROUP_ROWS} may be", group.kind.len()).into());
-                }
-                items.extend(decode_items(&group, &digests, &inline, manifest.objects.len())?);
+                items.push(bytes, digests, inline, &manifest.objects)?;
             }
             Ok(Kind::PlannerData) => manifest.planner_data = bytes.to_vec(),
             Ok(Kind::Digests | Kind::Inline | Kind::Unspecified) | Err(_) => {
@@ -57,10 +55,12 @@ pub fn decode(file: &Bytes) -> Result<Manifest, DecodeError> {
             }
         }
     }
-    check_items(&items, &header, &manifest.objects)?;
+    if items.num_rows() as u64 != header.num_items {
+        return Err(format!("expected {} items, found {}", header.num_items, items.num_rows()).into());
+    }
     entries.sort_by_key(|(position, _)| *position);
     manifest.entries = entries.into_iter().map(|(_, entry)| entry).collect();
-    manifest.items = items;
+    manifest.items = items.into();
     Ok(manifest)
 }
 
@@ -171,23 +171,6 @@ fn run_info(run: &v1::RunInfo) -> Result<RunInfo, DecodeError> {
 /// A manifest may name what lies beside it, nothing else.
 fn check_plain_name(name: &str) -> Result<(), Fault> {
     if is_plain(name) { Ok(()) } else { Err(format!("{name:?} is not a plain name")) }
-}
-
-fn check_items(items: &[Item], header: &v1::ManifestHeader, objects: &[Object]) -> Result<(), Fault> {
-    if items.len() as u64 != header.num_items {
-        return Err(format!("expected {} items, found {}", header.num_items, items.len()));
-    }
-    for item in items {
-        let object = &objects[item.object as usize];
-        if item.item_offset + item.item_bytes > object.size {
-            return Err(format!("{:?} ends behind the {} bytes of {}", item.name(), object.size, object.name));
-        }
-    }
-    let sorted = |pair: &[Item]| (&pair[0].fqn, &pair[0].offsets) < (&pair[1].fqn, &pair[1].offsets);
-    match items.windows(2).find(|pair| !sorted(pair)) {
-        None => Ok(()),
-        Some(pair) => Err(format!("{:?} stands twice or out of order", pair[1].name())),
-    }
 }
 
 fn section_bytes(section: &v1::Section, body: &Bytes) -> Result<Bytes, Fault> {

@@ -7,26 +7,37 @@ use strata_proto::v1::section::Kind;
 
 use super::columns::{encode_entries, encode_items};
 use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
-use crate::item::Object;
+use crate::item::{Item, Object};
 use crate::run::RunInfo;
 
-/// The file's bytes. `items` must be sorted by fqn, then offsets.
+/// The file's bytes. Items must be sorted by fqn, then offsets.
 pub fn encode(manifest: &Manifest) -> Vec<u8> {
+    encode_with(manifest, manifest.items.all().iter().cloned())
+}
+
+/// As [`encode`], with `items` in the place of the manifest's own, of which no more than a section's are in memory.
+pub(crate) fn encode_with(manifest: &Manifest, mut items: impl Iterator<Item = Item>) -> Vec<u8> {
     let mut body = Body::default();
     let mut entries: Vec<(u64, _)> = manifest.entries.iter().enumerate().map(|(i, e)| (i as u64, e)).collect();
     entries.sort_by(|a, b| a.1.fqn.cmp(&b.1.fqn));
     for rows in entries.chunks(GROUP_ROWS) {
-        let ends = (&rows[0].1.fqn, &rows[rows.len() - 1].1.fqn);
+        let ends = (&*rows[0].1.fqn, &*rows[rows.len() - 1].1.fqn);
         body.push(Kind::Tensors, &encode_entries(rows).encode_to_vec(), rows.len(), ends);
     }
-    for rows in manifest.items.chunks(GROUP_ROWS) {
-        let ends = (&rows[0].fqn, &rows[rows.len() - 1].fqn);
-        let (group, digests, inline) = encode_items(rows);
+    let mut num_items = 0;
+    loop {
+        let rows: Vec<Item> = items.by_ref().take(GROUP_ROWS).collect();
+        if rows.is_empty() {
+            break;
+        }
+        num_items += rows.len() as u64;
+        let ends = (&*rows[0].fqn, &*rows[rows.len() - 1].fqn);
+        let (group, digests, inline) = encode_items(&rows);
         body.push(Kind::Items, &group.encode_to_vec(), rows.len(), ends);
         body.push(Kind::Digests, &digests, rows.len(), ends);
         body.push(Kind::Inline, &inline, rows.len(), ends);
     }
-    body.push(Kind::PlannerData, &manifest.planner_data, 0, (&Vec::new(), &Vec::new()));
+    body.push(Kind::PlannerData, &manifest.planner_data, 0, (&[], &[]));
 
     let header = v1::ManifestHeader {
         min_reader_version: READER_VERSION,
@@ -42,18 +53,16 @@ pub fn encode(manifest: &Manifest) -> Vec<u8> {
         objects: manifest.objects.iter().map(stored_object).collect(),
         references: manifest.references.iter().map(stored_reference).collect(),
         sections: body.sections,
-        num_items: manifest.items.len() as u64,
+        num_items,
         payload_bytes: manifest.payload_bytes,
         run: manifest.run.as_ref().map(stored_run),
     }
     .encode_to_vec();
 
-    let mut file = Vec::with_capacity(16 + header.len() + body.bytes.len());
-    file.extend(MAGIC);
-    file.extend((header.len() as u32).to_le_bytes());
-    file.extend(crc32(&header).to_le_bytes());
-    file.extend(header);
-    file.extend(body.bytes);
+    let (length, sum) = ((header.len() as u32).to_le_bytes(), crc32(&header).to_le_bytes());
+    // Into the body's own memory: there may be tens of megabytes.
+    let mut file = body.bytes;
+    file.splice(0..0, [&MAGIC[..], &length, &sum, &header].concat());
     file
 }
 
@@ -83,15 +92,15 @@ struct Body {
 }
 
 impl Body {
-    fn push(&mut self, kind: Kind, bytes: &[u8], num_rows: usize, (first, last): (&Vec<u8>, &Vec<u8>)) {
+    fn push(&mut self, kind: Kind, bytes: &[u8], num_rows: usize, (first, last): (&[u8], &[u8])) {
         self.sections.push(v1::Section {
             kind: kind as i32,
             offset: self.bytes.len() as u64,
             length: bytes.len() as u64,
             xxh3: xxh3(bytes).to_le_bytes().to_vec(),
             num_rows: num_rows as u32,
-            first_fqn: first.clone(),
-            last_fqn: last.clone(),
+            first_fqn: first.to_vec(),
+            last_fqn: last.to_vec(),
             compression: String::new(),
         });
         self.bytes.extend(bytes);

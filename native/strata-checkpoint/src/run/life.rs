@@ -13,13 +13,15 @@ use super::catalog::{ABANDONED, Listed, PIN, QUARANTINED, State, VERIFIED, catal
 use super::retention::Policy;
 use super::sweep::{Rules, SweepPlan, Swept, plan_sweep, sweep};
 use super::{CheckpointMetadata, Part, RunInfo, folder};
-use crate::commit::{Commit, PromisedEntry, commit};
+use crate::commit::{Commit, Promises, commit};
 use crate::item::{Entry, Kind};
-use crate::load::{VerifyMode, read};
+use crate::load::{Reading, VerifyMode, read};
 use crate::manifest::FOLDER;
 use crate::open::open;
 use crate::payload::Payload;
-use crate::save::{Progress, SaveItem, write_items};
+use crate::progress::Progress;
+use crate::record::Records;
+use crate::save::{SaveItem, write_items};
 use crate::{Error, Result, claim_generation, open_base};
 
 /// Name of the one value in a checkpoint of bytes.
@@ -130,22 +132,27 @@ impl Run {
         let base = open_base(&*store, None).await?;
         let generation = self.generation().await?;
         let item = SaveItem {
-            fqn: BYTES_KEY.into(),
+            fqn: Arc::from(BYTES_KEY.as_bytes()),
             offsets: None,
             index: None,
             kind: Kind::Bytes,
             dtype: Arc::from(""),
-            shape: Vec::new(),
-            strides: Vec::new(),
+            shape: Arc::from([]),
+            strides: Arc::from([]),
             payload: Payload::Host(bytes),
         };
         let record = write_items(&*store, &self.budget, vec![item], 0, save_id, None, progress).await?;
         let entry = Entry { fqn: BYTES_KEY.into(), tensor: None };
         let job = Commit {
-            records: vec![record],
-            entries: vec![PromisedEntry { entry, chunks: Vec::new() }],
+            records: Records::decode(&[&record.encode()])?,
+            promises: Promises {
+                entries: vec![entry],
+                first_chunks: vec![0, 0],
+                first_dims: vec![0],
+                offsets: Vec::new(),
+            },
             planner_data: Vec::new(),
-            stock_metadata: None,
+            stock: None,
             save_id: save_id.to_owned(),
             previous_save_id: base.manifest.as_ref().map(|manifest| manifest.save_id.clone()).unwrap_or_default(),
             rank: None,
@@ -165,12 +172,12 @@ impl Run {
     pub async fn load_bytes(&self, step: u64, part: Part) -> Result<Bytes> {
         let store = self.root.child(&folder(step, part))?;
         let opened = open(&*store, None).await?;
-        let Some(row) = opened.row(BYTES_KEY.as_bytes(), None) else {
+        let Some(row) = opened.rows(&[(BYTES_KEY.as_bytes(), None)])[0] else {
             let detail = "it holds a state, not bytes".to_owned();
             return Err(Error::NotFound { url: store.url().to_owned(), detail });
         };
-        let (mut blobs, _) =
-            read(store, &self.budget, Arc::new(opened), Vec::new(), &[row], VerifyMode::InPlace).await?;
+        let reading = Reading { store, budget: self.budget.clone(), progress: Arc::default() };
+        let (mut blobs, _) = read(&reading, Arc::new(opened), Vec::new(), &[row], VerifyMode::InPlace).await?;
         Ok(blobs.remove(0))
     }
 

@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use super::life::{NewCheckpoint, Run};
 use super::retention::Policy;
 use super::{CheckpointMetadata, CheckpointType, Part, RunInfo};
-use crate::save::Progress;
+use crate::progress::Progress;
 use crate::{Error, Result};
 
 /// Limits of the store of a manager that is made from a [`CheckpointManagerConfig`].

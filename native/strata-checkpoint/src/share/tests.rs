@@ -5,25 +5,25 @@ use std::sync::Arc;
 use proptest::prelude::*;
 
 use super::*;
-use crate::item::Kind;
+use crate::item::{Digests, Kind};
 
 const MIB: u64 = 1 << 20;
 
 fn item(object: u32, item_offset: u64, item_bytes: u64) -> Item {
     Item {
-        fqn: Vec::new(),
+        fqn: Arc::default(),
         offsets: None,
         index: None,
         kind: Kind::Bytes,
         dtype: Arc::from(""),
-        shape: Vec::new(),
-        strides: Vec::new(),
+        shape: Arc::default(),
+        strides: Arc::default(),
         object,
         item_offset,
         item_bytes,
         payload_skip: 0,
         payload_bytes: item_bytes,
-        digests: Vec::new(),
+        digests: Digests::None,
         inline: None,
         whole_crc32: None,
     }
@@ -32,7 +32,7 @@ fn item(object: u32, item_offset: u64, item_bytes: u64) -> Item {
 /// Payloads of so many MiB, one after another.
 fn numbering(mib: &[u64]) -> Numbering {
     let items: Vec<Item> = mib.iter().enumerate().map(|(i, mib)| item(i as u32, 0, mib * MIB)).collect();
-    Numbering::new(&items)
+    Numbering::new(&items.into())
 }
 
 fn bits(len: usize, set: impl IntoIterator<Item = usize>) -> Bits {
@@ -43,7 +43,8 @@ fn bits(len: usize, set: impl IntoIterator<Item = usize>) -> Bits {
 
 #[test]
 fn names_of_one_payload_share_their_blocks() {
-    let numbering = Numbering::new(&[item(0, 0, 9 * MIB), item(0, 9 * MIB, MIB), item(0, 0, 9 * MIB), item(1, 0, 0)]);
+    let numbering =
+        Numbering::new(&vec![item(0, 0, 9 * MIB), item(0, 9 * MIB, MIB), item(0, 0, 9 * MIB), item(1, 0, 0)].into());
     assert_eq!((0..3).map(|row| numbering.number(row, 0)).collect::<Vec<_>>(), [0, 3, 0]);
     assert_eq!(numbering.bytes, [4 * MIB, 4 * MIB, MIB, MIB]);
 }

@@ -18,7 +18,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::fs::{CWD, RenameFlags};
@@ -66,10 +66,19 @@ fn is_unavailable(error: &io::Error) -> bool {
 /// Which directories this store has made and swept.
 #[derive(Debug, Default)]
 pub(super) struct Directories {
-    /// Held while directories are made and synced, so that nobody writes into one that a crash may still undo.
-    making: Mutex<()>,
+    /// Directories that this store has made, parents first. Held while they are made and synced, so that nobody writes
+    /// into one that a crash may still undo.
+    made: Mutex<Vec<PathBuf>>,
+    /// Whether the root was looked for and not there.
+    had_no_root: AtomicBool,
     /// Directories without stages of dead processes, so that each is read once and not at every put.
     swept: Mutex<HashSet<PathBuf>>,
+}
+
+impl Directories {
+    pub(super) fn note_no_root(&self) {
+        self.had_no_root.store(true, Ordering::Relaxed);
+    }
 }
 
 impl Shared {
@@ -96,14 +105,39 @@ impl Shared {
     /// Makes the directory of `path` with all it lies in, and makes every new one durable.
     pub(super) fn make_parent(&self, path: &Path) -> Result<()> {
         let directory = parent(path);
-        let _making = self.directories.making.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut made = self.directories.made.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let missing: Vec<&Path> =
             directory.ancestors().take_while(|at| !at.as_os_str().is_empty() && !at.exists()).collect();
         fs::create_dir_all(directory).map_err(|error| failure("make the directory", directory, error))?;
-        for made in missing {
-            self.sync_directory(parent(made)).map_err(|error| failure("sync the directory of", made, error))?;
+        for new in &missing {
+            self.sync_directory(parent(new)).map_err(|error| failure("sync the directory of", new, error))?;
         }
+        made.extend(missing.into_iter().rev().map(Path::to_owned));
         Ok(())
+    }
+
+    /// Makes a new file at `path`, and the directory that it lies in.
+    pub(super) fn make_file(&self, path: &Path) -> io::Result<File> {
+        OpenOptions::new().write(true).create_new(true).open(path).or_else(|error| match error.kind() {
+            // A failed save of another process has tidied up between the making of the directory and of the file.
+            io::ErrorKind::NotFound => {
+                fs::create_dir_all(parent(path))?;
+                OpenOptions::new().write(true).create_new(true).open(path)
+            }
+            _ => Err(error),
+        })
+    }
+
+    /// Removes the directories that are empty among those made here, and the root where there was none before.
+    pub(super) fn tidy(&self) {
+        let mut made = self.directories.made.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if self.directories.had_no_root.load(Ordering::Relaxed) && !made.contains(&self.root) {
+            made.insert(0, self.root.clone());
+        }
+        // One that is not empty stays, and so does what it lies in.
+        for directory in made.drain(..).rev() {
+            let _ = fs::remove_dir(directory);
+        }
     }
 
     /// Makes the names in `directory` durable.
@@ -121,8 +155,7 @@ impl Shared {
     /// Writes the bytes under a name of their own beside `path`.
     fn stage(&self, path: &Path, bytes: &[u8]) -> Result<PathBuf> {
         let stage = parent(path).join(stage_name());
-        let file = OpenOptions::new().write(true).create_new(true).open(&stage);
-        let mut file = file.map_err(|error| failure("write", path, error))?;
+        let mut file = self.make_file(&stage).map_err(|error| failure("write", path, error))?;
         if let Err(error) = self.write_whole(&mut file, bytes) {
             let _ = fs::remove_file(&stage); // the first error is the one to tell
             return Err(failure("write", path, error));

@@ -1,7 +1,7 @@
 //! Large objects: one file, written in place by as many threads as the store has permits.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -30,8 +30,7 @@ impl LocalWriter {
     /// Makes the file and its directories.
     pub(super) fn create(shared: Arc<Shared>, path: PathBuf, size: u64) -> Result<Self> {
         shared.make_parent(&path)?;
-        let file = OpenOptions::new().write(true).create_new(true).open(&path);
-        let file = file.map_err(|error| failure("create", &path, error))?;
+        let file = shared.make_file(&path).map_err(|error| failure("create", &path, error))?;
         let unfinished = Unfinished(Some(path.clone()));
         let file = Arc::new(OpenFile::new(file, path, shared.may_go_direct(size)));
         reserve(file.file(), size).map_err(|error| failure("create", file.path(), error))?;

@@ -2,8 +2,9 @@
 
 use std::time::SystemTime;
 
-use super::http::{Seen, chain};
+use super::seen::Seen;
 use crate::Error;
+use crate::error::chain;
 use crate::retry::{Cause, Failure};
 
 /// Error codes after which the same request may succeed.

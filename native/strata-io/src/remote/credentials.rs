@@ -20,7 +20,8 @@ use object_store::CredentialProvider;
 use object_store::aws::AwsCredential;
 use tokio::sync::Mutex;
 
-use super::http::chain;
+use crate::error::chain;
+use crate::{Error, Result};
 
 /// Keys are renewed this long before they expire, as the SDKs do at the latest.
 const RENEW_BEFORE: Duration = Duration::from_secs(5 * 60);
@@ -144,22 +145,38 @@ pub(crate) struct ProfileSettings {
     pub(crate) endpoint: Option<String>,
 }
 
-/// Reads the profile files. A file that is missing says nothing; one that cannot be read is logged, because
-/// keys may come from elsewhere.
-pub(crate) fn profile_settings(profile: Option<&str>) -> ProfileSettings {
-    let profile = profile.map(|name| Cow::Owned(name.to_owned()));
+/// Reads the profile files; `named` is a profile and who names it. Without one a file that is missing says nothing,
+/// and one that cannot be read is logged, because keys may come from elsewhere.
+///
+/// # Errors
+/// [`Error::Config`] if the profile that is named is not there, as boto3 refuses it, whatever other keys there are.
+pub(crate) fn profile_settings(named: Option<(&str, &str)>) -> Result<ProfileSettings> {
+    let profile = named.map(|(name, _)| Cow::Owned(name.to_owned()));
     let (fs, env, files) = (Fs::real(), Env::real(), EnvConfigFiles::default());
     // Blocks for the reading of two small files: the SDK's shim does not really wait.
     match futures::executor::block_on(aws_config::profile::load(&fs, &env, &files, profile)) {
-        Ok(settings) => ProfileSettings {
-            region: settings.get("region").map(str::to_owned),
-            endpoint: settings.get("endpoint_url").map(str::to_owned),
+        Ok(settings) => match named {
+            Some((name, by)) if settings.get_profile(name).is_none() => Err(no_profile(name, by, "")),
+            _ => Ok(ProfileSettings {
+                region: settings.get("region").map(str::to_owned),
+                endpoint: settings.get("endpoint_url").map(str::to_owned),
+            }),
         },
-        Err(error) => {
-            tracing::warn!(error = chain(&error), "the AWS profile files cannot be read");
-            ProfileSettings::default()
-        }
+        Err(error) => match named {
+            Some((name, by)) => Err(no_profile(name, by, &format!(": {}", chain(&error)))),
+            None => {
+                tracing::warn!(error = chain(&error), "the AWS profile files cannot be read");
+                Ok(ProfileSettings::default())
+            }
+        },
     }
+}
+
+fn no_profile(name: &str, by: &str, why: &str) -> Error {
+    let file = |variable: &str, usual: &str| std::env::var(variable).unwrap_or_else(|_| usual.to_owned());
+    let config = file("AWS_CONFIG_FILE", "~/.aws/config");
+    let keys = file("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials");
+    Error::Config(format!("no AWS profile {name:?}, which {by} names, in {config} or {keys}{why}"))
 }
 
 #[cfg(test)]

@@ -10,12 +10,12 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
+use http::{HeaderName, HeaderValue, Method, StatusCode};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Limited};
 use object_store::ClientOptions;
@@ -26,7 +26,9 @@ use object_store::client::{
 };
 use tokio::time::{Instant, Sleep};
 
+use super::seen::{Seen, element};
 use super::signing::{Clock, sign};
+use crate::error::chain;
 
 tokio::task_local! {
     /// The call in whose name this task sends requests.
@@ -50,29 +52,6 @@ const SLOWEST_BYTES_PER_S: f64 = 1024.0;
 pub(crate) struct Call {
     headers: Vec<(HeaderName, HeaderValue)>,
     seen: Mutex<Seen>,
-}
-
-/// What was seen of an answer that failed.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Seen {
-    /// HTTP status, when an answer came at all.
-    pub(crate) status: Option<u16>,
-    /// The store's error code, such as `SlowDown`.
-    pub(crate) code: Option<String>,
-    /// The store's own words.
-    pub(crate) message: Option<String>,
-    /// The wait the store asked for.
-    pub(crate) retry_after: Option<Duration>,
-    /// Size of the whole object, from `Content-Range`.
-    pub(crate) object_bytes: Option<u64>,
-    /// Region in which the bucket is, when it is another one.
-    pub(crate) bucket_region: Option<String>,
-    /// How the connection failed: no answer, or a body that broke off.
-    pub(crate) transport: Option<String>,
-    /// Whether it failed because too few bytes moved.
-    pub(crate) stalled: bool,
-    /// When the answer was sent, by the clocks of the store and of this machine.
-    pub(crate) date: Option<(SystemTime, SystemTime)>,
 }
 
 impl Call {
@@ -118,6 +97,15 @@ pub(crate) struct Signer {
     pub(crate) clock: Clock,
 }
 
+impl Signer {
+    /// Signs `request` as it is now, but for its body.
+    pub(crate) async fn sign(&self, request: &mut HttpRequest) -> object_store::Result<()> {
+        let credentials = self.credentials.get_credential().await?;
+        sign(request, &credentials, &self.region, self.clock.now())
+            .map_err(|error| object_store::Error::Generic { store: "S3", source: Box::new(Unsigned(error)) })
+    }
+}
+
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let client = super::client::build(options, self.proxy)?;
@@ -143,7 +131,7 @@ impl HttpService for Service {
         // While a store puts an object together it sends blanks, some bytes a minute: to a POST any byte is progress.
         let slowest_bytes = if method == Method::POST { 1 } else { self.slowest_bytes() };
         let body = Watched::new(body, call.clone(), self.stall, slowest_bytes);
-        call.note(|seen| note_head(seen, parts.status, &parts.headers));
+        call.note(|seen| *seen = Seen::of_head(parts.status, &parts.headers));
         // Of a batch of answers, as Azure gives to deletes, the crate reads each one.
         let batch = parts.headers.get(CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"multipart/"));
         if parts.status.is_success() && (method != Method::POST || batch) {
@@ -166,10 +154,7 @@ impl Service {
         }
         let is_outdated = |signer: &&Signer| !call.headers.is_empty() || signer.clock.is_corrected();
         let Some(signer) = self.signer.as_ref().filter(is_outdated) else { return Ok(()) };
-        let refused = |error| HttpError::new(HttpErrorKind::Unknown, error);
-        let credentials = signer.credentials.get_credential().await.map_err(refused)?;
-        sign(request, &credentials, &signer.region, signer.clock.now())
-            .map_err(|error| HttpError::new(HttpErrorKind::Unknown, Unsigned(error)))
+        signer.sign(request).await.map_err(|error| HttpError::new(HttpErrorKind::Unknown, error))
     }
 
     /// Sends `request` and waits for the head of the answer, as long as bytes move.
@@ -232,28 +217,6 @@ impl Service {
     }
 }
 
-fn note_head(seen: &mut Seen, status: StatusCode, headers: &HeaderMap) {
-    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-    *seen = Seen {
-        status: Some(status.as_u16()),
-        // The other form, a date, is not sent by stores.
-        retry_after: text("retry-after").and_then(|s| s.trim().parse().ok()).map(Duration::from_secs),
-        object_bytes: text("content-range").and_then(|range| range.rsplit_once('/')?.1.parse().ok()),
-        bucket_region: text("x-amz-bucket-region").map(str::to_owned),
-        // Azure repeats the code in a header, the only place when a HEAD fails.
-        code: text("x-ms-error-code").map(str::to_owned),
-        date: text("date").and_then(|date| httpdate::parse_http_date(date).ok()).map(|date| (date, SystemTime::now())),
-        ..Seen::default()
-    };
-}
-
-/// Text of the first `<name>` in an XML error document; stores send these without attributes.
-fn element(xml: &str, name: &str) -> Option<String> {
-    let (_, rest) = xml.split_once(&format!("<{name}>"))?;
-    let (text, _) = rest.split_once(&format!("</{name}>"))?;
-    Some(text.trim().to_owned())
-}
-
 fn broken(call: &Call, kind: HttpErrorKind, error: impl StdError + Send + Sync + 'static) -> HttpError {
     call.note(|seen| seen.transport = Some(chain(&error)));
     HttpError::new(kind, error)
@@ -262,20 +225,6 @@ fn broken(call: &Call, kind: HttpErrorKind, error: impl StdError + Send + Sync +
 fn stalled(call: &Call, stall: Duration) -> HttpError {
     call.note(|seen| seen.stalled = true);
     broken(call, HttpErrorKind::Timeout, Stalled { stall })
-}
-
-/// An error with its causes, each said once.
-pub(crate) fn chain(error: &dyn StdError) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let said = error.to_string();
-        if !text.contains(&said) {
-            text = format!("{text}: {said}");
-        }
-        cause = error.source();
-    }
-    text
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -383,34 +332,5 @@ impl Body for Watched {
 
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn code_and_message_are_found_in_an_error_document() {
-        let xml = "<?xml version=\"1.0\"?><Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>";
-        assert_eq!(element(xml, "Code").as_deref(), Some("SlowDown"));
-        assert_eq!(element(xml, "Message").as_deref(), Some("Reduce your rate."));
-        assert_eq!(element(xml, "Region"), None);
-    }
-
-    #[test]
-    fn what_the_head_says_is_noted() {
-        let mut headers = HeaderMap::new();
-        headers.insert("retry-after", HeaderValue::from_static("3"));
-        headers.insert("content-range", HeaderValue::from_static("bytes */512"));
-        let mut seen = Seen::default();
-        note_head(&mut seen, StatusCode::SERVICE_UNAVAILABLE, &headers);
-        let expected = Seen {
-            status: Some(503),
-            retry_after: Some(Duration::from_secs(3)),
-            object_bytes: Some(512),
-            ..Seen::default()
-        };
-        assert_eq!(seen, expected);
     }
 }

@@ -2,9 +2,10 @@
 //!
 //! A store keeps, and charges for, the parts of an upload that nobody completes or aborts, and does not list
 //! them among the objects. So before its first part each upload puts a small record below
-//! [`UPLOADS_FOLDER`], and removes it when it has ended. Whoever collects garbage reads the records. What
-//! stays unknown is an upload whose id was lost on its way here: a bucket's lifecycle rule for incomplete
-//! uploads is for those.
+//! [`UPLOADS_FOLDER`], and removes it when it has ended. Whoever collects garbage reads the records. An
+//! upload whose id was lost on its way here is looked for when its object ends ([`super::unknown`]). What stays is
+//! one whose process died before it had the id, or whose store cannot list uploads: a bucket's lifecycle rule for
+//! incomplete uploads is for those.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

@@ -6,15 +6,18 @@ use std::time::Duration;
 
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey as S3Key, AwsCredential, AwsCredentialProvider};
 use object_store::azure::{AzureConfigKey as AzureKey, MicrosoftAzureBuilder};
+use object_store::client::HttpConnector;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey as GoogleKey};
 use object_store::http::HttpBuilder;
-use object_store::{ClientConfigKey, RetryConfig, StaticCredentialProvider};
+use object_store::{ClientConfigKey, ClientOptions, RetryConfig, StaticCredentialProvider};
 
 use super::credentials::{SdkChain, profile_settings};
-use super::http::{Connector, Signer, chain};
+use super::http::{Connector, Signer};
 use super::options::{self, CredentialSource, S3Settings};
 use super::signing::{Clock, Signing};
+use super::unknown::Listing;
 use super::{Abilities, Bucket, RemoteStore};
+use crate::error::chain;
 use crate::schedule::PartLimits;
 use crate::{Error, IoConfig, Result};
 
@@ -87,10 +90,31 @@ fn s3(bucket: &str, options: &Options) -> Result<Bucket> {
     connector.signer = (!is_on(S3Key::SkipSignature)).then_some(signer);
     // A session of S3 Express signs with other keys than the ones we would sign again with.
     let clock = (connector.signer.is_some() && !is_on(S3Key::S3Express)).then_some(clock);
+    let uploads = (!is_on(S3Key::S3Express)).then(|| listing(bucket, &settings, &connector)).transpose()?.map(Arc::new);
     let store = builder.with_credentials(credentials).with_http_connector(connector).build().map_err(unusable)?;
     let identity = format!("s3://{bucket} at {}", endpoint.unwrap_or_default());
     let abilities = Abilities { limits: PartLimits::S3, crc32: settings.crc32, upload_metadata: true };
-    Ok(Bucket { signing: Signing { chain, clock }, ..both(Arc::new(store), identity, abilities) })
+    Ok(Bucket { signing: Signing { chain, clock }, uploads, ..both(Arc::new(store), identity, abilities) })
+}
+
+/// Sends to where the crate's builder sends.
+fn listing(bucket: &str, settings: &S3Settings, connector: &Connector) -> Result<Listing> {
+    let client_option = |(key, value): (&S3Key, &String)| match key {
+        S3Key::Client(key) => Some((*key, value.clone())),
+        _ => None,
+    };
+    let options = settings.keys.iter().filter_map(client_option);
+    let options = options.fold(ClientOptions::new(), |options, (key, value)| options.with_config(key, value));
+    let virtual_hosted = settings.keys.get(&S3Key::VirtualHostedStyleRequest).is_some_and(|on| on == "true");
+    let region = &settings.keys[&S3Key::Region];
+    let url = match (endpoint(settings), virtual_hosted) {
+        (Some(endpoint), true) => endpoint.clone(),
+        (Some(endpoint), false) => format!("{}/{bucket}", endpoint.trim_end_matches('/')),
+        (None, true) => format!("https://{bucket}.s3.{region}.amazonaws.com"),
+        (None, false) => format!("https://s3.{region}.amazonaws.com/{bucket}"),
+    };
+    let client = connector.connect(&options).map_err(unusable)?;
+    Ok(Listing { client, url, signer: connector.signer.clone() })
 }
 
 fn endpoint(settings: &S3Settings) -> Option<&String> {
@@ -100,8 +124,10 @@ fn endpoint(settings: &S3Settings) -> Option<&String> {
 /// Fills in what a profile says, decides the region, and allows plain HTTP on this machine.
 fn complete(settings: &mut S3Settings) -> Result<String> {
     let has_region = settings.keys.contains_key(&S3Key::Region) || settings.keys.contains_key(&S3Key::DefaultRegion);
-    if settings.profile.is_some() || !has_region || endpoint(settings).is_none() {
-        let profile = profile_settings(settings.profile.as_deref());
+    let named = settings.profile.as_deref().map(|name| (name, "the option profile"));
+    let named = named.or(settings.env_profile.as_deref().map(|name| (name, "AWS_PROFILE")));
+    if named.is_some() || !has_region || endpoint(settings).is_none() {
+        let profile = profile_settings(named)?;
         if let Some(region) = profile.region.filter(|_| !has_region) {
             settings.keys.insert(S3Key::Region, region);
         }
@@ -181,7 +207,14 @@ fn web(scheme: &str, host: &str, options: &Options) -> Result<Bucket> {
     }
     let store = builder.with_http_connector(connector).build().map_err(unusable)?;
     let abilities = Abilities { limits: PartLimits::S3, crc32: false, upload_metadata: false };
-    Ok(Bucket { objects: Arc::new(store), parts: None, identity: url, abilities, signing: Signing::default() })
+    Ok(Bucket {
+        objects: Arc::new(store),
+        parts: None,
+        identity: url,
+        abilities,
+        signing: Signing::default(),
+        uploads: None,
+    })
 }
 
 fn memory(name: &str, options: &Options) -> Result<Bucket> {
@@ -197,7 +230,14 @@ fn both<S>(store: Arc<S>, identity: String, abilities: Abilities) -> Bucket
 where
     S: object_store::ObjectStore + object_store::multipart::MultipartStore,
 {
-    Bucket { objects: store.clone(), parts: Some(store), identity, abilities, signing: Signing::default() }
+    Bucket {
+        objects: store.clone(),
+        parts: Some(store),
+        identity,
+        abilities,
+        signing: Signing::default(),
+        uploads: None,
+    }
 }
 
 fn no_retries() -> RetryConfig {

@@ -28,12 +28,30 @@ const AZURE_OPTIONS: &str = "account_name, account_key, sas_key, bearer_token, c
 const CLIENT_OPTIONS: &str = "allow_http, allow_invalid_certificates, connect_timeout, read_timeout, \
     pool_idle_timeout, pool_max_idle_per_host, proxy_url, proxy_excludes, proxy_ca_certificate, user_agent";
 
+/// Options that are either on or off, without the prefix of their scheme.
+const FLAGS: [&str; 12] = [
+    "allow_http",
+    "allow_invalid_certificates",
+    "virtual_hosted_style_request",
+    "skip_signature",
+    "unsigned_payload",
+    "request_payer",
+    "s3_express",
+    "sse_bucket_key_enabled",
+    "disable_tagging",
+    "imdsv1_fallback",
+    "use_emulator",
+    "use_azure_cli",
+];
+
 /// Settings of an S3 store. Not `Debug`: secrets are among them.
 pub(super) struct S3Settings {
     /// For the crate's builder.
     pub(super) keys: HashMap<S3Key, String>,
     /// Profile that the caller named.
     pub(super) profile: Option<String>,
+    /// Profile that `AWS_PROFILE` names.
+    pub(super) env_profile: Option<String>,
     /// Whether our own CRC is sent with the bytes.
     pub(super) crc32: bool,
     /// Where credentials come from.
@@ -71,15 +89,18 @@ pub(super) fn s3(
             "profile" | "aws_profile" => profile = Some(value.clone()),
             name => {
                 let key = name.parse().ok().filter(|key| !matches!(key, S3Key::Client(key) if !HONOURED.contains(key)));
-                given.insert(key.ok_or_else(|| unknown("s3", name, S3_OPTIONS))?, value.clone());
+                given.insert(key.ok_or_else(|| unknown("s3", name, S3_OPTIONS))?, checked(name, value)?);
             }
         }
     }
-    let mut keys: HashMap<S3Key, String> = HashMap::new();
+    let (mut keys, mut env_profile): (HashMap<S3Key, String>, _) = (HashMap::new(), None);
     for (name, value) in env {
+        if name == "AWS_PROFILE" && !value.is_empty() {
+            env_profile = Some(value.clone());
+        }
         let key = name.starts_with("AWS_").then(|| name.to_ascii_lowercase().parse().ok()).flatten();
         if let Some(key) = key.filter(|key| !matches!(key, S3Key::Client(key) if !HONOURED.contains(key))) {
-            keys.insert(key, value);
+            keys.insert(key, checked(&name, &value)?);
         }
     }
     if profile.is_some() || KEYS.iter().any(|key| given.contains_key(key)) {
@@ -93,7 +114,7 @@ pub(super) fn s3(
     keys.extend(given);
     let crc32 = own_crc(&mut keys);
     let stall = stall(keys.remove(&S3Key::Client(ClientConfigKey::ReadTimeout)).as_deref())?;
-    Ok(S3Settings { keys, profile, crc32, source, stall })
+    Ok(S3Settings { keys, profile, env_profile, crc32, source, stall })
 }
 
 fn source(given: &HashMap<S3Key, String>, env: &HashMap<S3Key, String>) -> CredentialSource {
@@ -166,7 +187,7 @@ fn parsed<K: std::str::FromStr>(
     client: impl Fn(&K) -> Option<ClientConfigKey>,
 ) -> Result<Vec<(K, String)>> {
     let parse = |(name, value): (&String, &String)| match name.parse::<K>() {
-        Ok(key) if client(&key).is_none_or(|key| HONOURED.contains(&key)) => Ok((key, value.clone())),
+        Ok(key) if client(&key).is_none_or(|key| HONOURED.contains(&key)) => Ok((key, checked(name, value)?)),
         _ => Err(unknown(scheme, name, known)),
     };
     options.iter().map(parse).collect()
@@ -179,6 +200,20 @@ fn take_stall<K>(keys: &mut Vec<(K, String)>, client: impl Fn(&K) -> Option<Clie
 
 fn stall(text: Option<&str>) -> Result<Duration> {
     text.map_or(Ok(STALL), duration)
+}
+
+/// The value of an option or variable; that of a flag as `true` or `false`.
+fn checked(name: &str, value: &str) -> Result<String> {
+    let lower = name.to_ascii_lowercase();
+    let own = ["aws_", "google_", "azure_storage_", "azure_"].iter().find_map(|prefix| lower.strip_prefix(prefix));
+    if !FLAGS.contains(&own.unwrap_or(&lower)) {
+        return Ok(value.to_owned());
+    }
+    match value.trim().to_ascii_lowercase().as_str() {
+        "true" | "1" | "yes" | "y" | "on" => Ok("true".to_owned()),
+        "false" | "0" | "no" | "n" | "off" => Ok("false".to_owned()),
+        _ => Err(Error::Config(format!("{name}: expected true or false, found {value:?}"))),
+    }
 }
 
 fn unknown(scheme: &str, name: &str, known: &str) -> Error {
@@ -233,6 +268,26 @@ mod tests {
         assert!(!crc32(&[("checksum_algorithm", "none")]));
         assert!(!crc32(&[("checksum_algorithm", "sha256")]));
         assert!(!crc32(&[("s3_express", "true")]));
+    }
+
+    #[test]
+    fn a_flag_is_true_or_false_by_any_of_their_names() {
+        for (value, expected) in [("true", "true"), ("YES", "true"), ("1", "true"), ("off", "false"), ("0", "false")] {
+            let settings = s3(&pairs(&[("allow_http", value), ("aws_skip_signature", value)]), []).unwrap();
+            assert_eq!(settings.keys[&S3Key::Client(ClientConfigKey::AllowHttp)], expected);
+            assert_eq!(settings.keys[&S3Key::SkipSignature], expected);
+        }
+        let told = |result: Result<S3Settings>| result.err().unwrap().to_string();
+        let maybe = [("allow_http", "maybe")];
+        assert_eq!(told(s3(&pairs(&maybe), [])), "allow_http: expected true or false, found \"maybe\"");
+        let variable = told(s3(&pairs(&[]), pairs(&[("AWS_S3_EXPRESS", "maybe")])));
+        assert_eq!(variable, "AWS_S3_EXPRESS: expected true or false, found \"maybe\"");
+        let others = [
+            google(&pairs(&maybe)).is_err(),
+            azure(&pairs(&[("use_emulator", "maybe")])).is_err(),
+            web(&pairs(&maybe)).is_err(),
+        ];
+        assert_eq!(others, [true; 3]);
     }
 
     #[test]

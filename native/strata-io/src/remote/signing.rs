@@ -18,7 +18,7 @@ use object_store::client::HttpRequest;
 
 use super::answer::{is_expired, is_skewed};
 use super::credentials::SdkChain;
-use super::http::Seen;
+use super::seen::Seen;
 
 /// This machine's clock, set right by what a store said.
 #[derive(Debug, Clone, Default)]

@@ -13,6 +13,7 @@ use object_store::{Attribute, Attributes, GetOptions, PutMultipartOptions, PutPa
 use tokio::runtime::Handle;
 
 use super::answer::{Doing, wrong_length};
+use super::unknown::Beginning;
 use super::{Headers, Remote, journal, names};
 use crate::digest::crc32_combine;
 use crate::{Error, ObjectWriter, Part, Result};
@@ -91,7 +92,10 @@ impl ObjectWriter for InParts {
     async fn finish(self: Box<Self>) -> Result<()> {
         let ended = self.upload.complete().await;
         match &ended {
-            Ok(()) => self.upload.forget().await,
+            Ok(()) => {
+                self.upload.forget().await;
+                self.upload.abort_lost().await;
+            }
             Err(_) => self.upload.abort().await,
         }
         self.settled.store(true, Ordering::Relaxed);
@@ -123,6 +127,8 @@ struct Upload {
     part_bytes: u64,
     id: String,
     nonce: String,
+    /// Whether the store may have begun other uploads of this key, whose ids were lost.
+    lost: bool,
     /// Name of the record that says this upload has begun; `None` where the store has no id to abort by.
     record: Option<String>,
     written: Mutex<BTreeMap<u32, Written>>,
@@ -139,12 +145,12 @@ impl Upload {
         let (object, key) = (remote.object(name), names::key(&remote.root, name)?);
         let parts = remote.uploads("write", name)?.clone();
         let nonce = format!("{:032x}", rand::random::<u128>());
-        let doing = Doing { operation: "begin", object: &object };
         let create = || parts.create_multipart_opts(&key, options(&remote, &nonce));
-        let id = remote.retried(doing, begin_headers(&remote), create).await?;
+        let (id, lost) = Beginning::new(&remote, name).run(begin_headers(&remote), create).await?;
         let part_bytes = remote.part_bytes(size);
         let (name, written) = (name.to_owned(), Mutex::default());
-        let mut upload = Self { remote, parts, name, object, key, size, part_bytes, id, nonce, record: None, written };
+        let record = None;
+        let mut upload = Self { remote, parts, name, object, key, size, part_bytes, id, nonce, lost, record, written };
         if !upload.id.is_empty() {
             let (record, content) = journal::record(&upload.name, &upload.id);
             upload.record = Some(record.clone());
@@ -233,6 +239,14 @@ impl Upload {
         match self.remote.abort_upload(&self.name, &self.id).await {
             Ok(()) => self.forget().await,
             Err(error) => tracing::warn!(%error, upload_id = self.id, "an upload could not be aborted"),
+        }
+        self.abort_lost().await;
+    }
+
+    /// After this upload's own end: those that were begun in its place and never known.
+    async fn abort_lost(&self) {
+        if self.lost {
+            self.remote.abort_unknown(&self.name).await;
         }
     }
 

@@ -212,6 +212,10 @@ fn answer(head: &Head, stream: &mut TcpStream, buffered: &mut Vec<u8>, shared: &
             count(&head.method);
             objects.get(&path, head.header("range"))
         }
+        ("GET", true, ..) if query("uploads").is_some() => {
+            count("GET uploads");
+            objects.list_uploads(bucket, query("prefix").unwrap_or_default())
+        }
         ("GET", true, ..) if query("location").is_none() => {
             count("GET list");
             objects.list(bucket, &head.query)

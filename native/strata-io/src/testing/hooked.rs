@@ -183,7 +183,12 @@ impl<H: Hook> Store for Hooked<H> {
         self.around(Kind::Abort, name, 0, self.inner.abort_upload(name, upload_id)).await
     }
 
-    /// Not a request of its own: it asks nothing of stores that are reached by requests.
+    // Neither is a request of its own: they ask nothing of stores that are reached by requests.
+
+    async fn tidy(&self) {
+        self.inner.tidy().await;
+    }
+
     async fn sweep(&self, prefix: &str) -> Result<()> {
         self.inner.sweep(prefix).await
     }

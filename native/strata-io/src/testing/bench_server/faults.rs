@@ -86,8 +86,6 @@ impl Faults {
             return None;
         }
         let ways: &[Fault] = match head.method.as_str() {
-            // An upload whose id is lost on its way is known to nobody.
-            "POST" if head.query.contains_key("uploads") => &[Fault::SlowDown, Fault::Reset],
             "GET" => &[Fault::SlowDown, Fault::Reset, Fault::Error, Fault::Cut, Fault::Lost],
             _ => &[Fault::SlowDown, Fault::TimedOut, Fault::Reset, Fault::Lost, Fault::Error],
         };

@@ -92,6 +92,7 @@ struct Object {
 
 #[derive(Debug, Default)]
 struct Upload {
+    path: String,
     metadata: Metadata,
     parts: BTreeMap<u32, Body>,
 }
@@ -161,7 +162,7 @@ impl Objects {
 
     pub(super) fn begin(&self, path: &str, metadata: Metadata) -> Reply {
         let id = format!("upload-{}", self.next.fetch_add(1, Ordering::Relaxed));
-        let upload = Upload { metadata, parts: BTreeMap::new() };
+        let upload = Upload { path: path.to_owned(), metadata, parts: BTreeMap::new() };
         self.uploads.lock().expect("no panic while held").insert(id.clone(), upload);
         let (bucket, key) = path.split_once('/').unwrap_or((path, ""));
         let place = format!("<Bucket>{bucket}</Bucket><Key>{}</Key>", escaped(key));
@@ -227,6 +228,15 @@ impl Objects {
         };
         headers.push(("content-range".to_owned(), format!("bytes {}-{}/{total}", range.start, range.end - 1)));
         Reply { status: 206, headers, content: Some((object.body, range)), text: String::new() }
+    }
+
+    pub(super) fn list_uploads(&self, bucket: &str, prefix: &str) -> Reply {
+        let (bucket, mut entries) = (format!("{bucket}/"), String::new());
+        for (id, upload) in &*self.uploads.lock().expect("no panic while held") {
+            let Some(key) = upload.path.strip_prefix(&bucket).filter(|key| key.starts_with(prefix)) else { continue };
+            entries += &format!("<Upload><Key>{}</Key><UploadId>{id}</UploadId></Upload>", escaped(key));
+        }
+        Reply::xml(200, format!("<ListMultipartUploadsResult>{entries}</ListMultipartUploadsResult>"))
     }
 
     pub(super) fn list(&self, bucket: &str, query: &BTreeMap<String, String>) -> Reply {

@@ -1,0 +1,45 @@
+"""Which generation of a run root this process holds: its right to commit there. Imports no torch."""
+
+import os
+import threading
+import uuid
+
+from torch_strata import _native
+from torch_strata.checkpoint._store import open_store
+from torch_strata.config import StorageConfig
+
+__all__ = ["claimed", "generation_of", "take_over"]
+
+# One claim a process and run root: a second one would fence off our own writers that are still saving.
+_claimed: dict[tuple[int, str], int] = {}
+
+# Of each process, for its threads: a manager's caller and the thread that saves may ask for the first time at once.
+_locks: dict[int, threading.Lock] = {}
+
+
+def generation_of(run_root: str | os.PathLike[str], config: StorageConfig) -> int:
+    """This process's generation, claimed when it is first asked for.
+
+    Raises:
+        StorageError: If the run root cannot be reached.
+    """
+    key = _key(run_root)
+    with _locks.setdefault(os.getpid(), threading.Lock()):
+        if key not in _claimed:
+            _claimed[key] = _native.claim_generation(open_store(run_root, config), owner=uuid.uuid4().hex)
+        return _claimed[key]
+
+
+def claimed(run_root: str | os.PathLike[str] | None) -> int | None:
+    """What this process has claimed, if it has."""
+    return None if run_root is None else _claimed.get(_key(run_root))
+
+
+def take_over(run_root: str | os.PathLike[str] | None, generation: int | None) -> None:
+    """Be of the run that another process has claimed: one that this process saves for."""
+    if run_root is not None and generation is not None:
+        _claimed.setdefault(_key(run_root), generation)
+
+
+def _key(run_root: str | os.PathLike[str]) -> tuple[int, str]:
+    return os.getpid(), os.fspath(run_root)
