@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, directory: Path, report: dict[str, Any]) -> No
     record = _clock(
         seconds,
         "write items",
-        lambda: native.write_items(store, items, rank=0, save_id=save_id, transfer=native.Transfer()),
+        lambda: native.write_items(store, items, rank=0, save_id=save_id, parent=None, transfer=native.Transfer()),
     )
     _clock(
         seconds,
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace, directory: Path, report: dict[str, Any]) -> No
             world_size=1,
             generation=0,
             run_root=None,
+            run=None,
         ),
     )
     opened = _clock(seconds, "open", lambda: native.Checkpoint.open(store, rank=None))

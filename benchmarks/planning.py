@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -159,15 +159,14 @@ def _write_stock_index(metadata: Any, results: Iterator[Any], path: Path) -> Non
 
 def _write_index(metadata: Any, results: Iterator[Any], path: Path) -> None:
     from torch_strata.checkpoint._gc import gc_paused
-    from torch_strata.checkpoint._metadata import DCP_VERSION, entries_of
+    from torch_strata.checkpoint._metadata import entries_of
     from torch_strata.checkpoint._stock_pickle import stock_pickle
 
     with gc_paused():
         placed = (place for found in results for place in found)
-        meta = StorageMeta("/", save_id="0" * 32)
         planned = metadata.planner_data
         path.write_bytes(
-            stock_pickle(entries_of(metadata), placed, planner_data=planned, storage_meta=meta, version=DCP_VERSION)
+            stock_pickle(entries_of(metadata), placed, planner_data=planned, checkpoint_id="/", save_id="0" * 32)
         )
 
 

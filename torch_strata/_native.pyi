@@ -8,7 +8,7 @@ pickled value inside an object. A *row* is an item's position in the open checkp
 from collections.abc import Sequence
 from typing import Any, final
 
-from torch_strata._types import TensorEntry
+from torch_strata._types import RunInfo, TensorEntry
 
 __all__ = [
     "BYTES",
@@ -20,8 +20,10 @@ __all__ = [
     "CommitStats",
     "Copy",
     "PageLock",
+    "Parent",
     "ReadStats",
     "Round",
+    "Run",
     "Store",
     "Together",
     "Transfer",
@@ -35,6 +37,7 @@ __all__ = [
     "populate",
     "record_bytes",
     "release_ended",
+    "run_folder",
     "start_copy",
     "stock_entries",
     "write_items",
@@ -168,12 +171,14 @@ def write_items(
     *,
     rank: int,
     save_id: str,
+    parent: Parent | None,
     transfer: Transfer,
 ) -> bytes:
     """Write one rank's items into new objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
 
     Items with the same memory, dtype and geometry are written once. Memory of a device is copied part by part through
-    page-locked buffers; nobody may be writing to it any more. Returns the rank's record (opaque), which
+    page-locked buffers; nobody may be writing to it any more. A tensor that `parent` holds is referred to, not written:
+    known by its digests, whatever it is called. Returns the rank's record (opaque), which
     the planning rank hands to `commit`. On any failure nothing of this save stays; of one that was cancelled, objects
     that were complete.
 
@@ -197,6 +202,7 @@ class CommitStats:
     num_objects: int
     num_items: int
     payload_bytes: int
+    referred_bytes: int
     collected: int
     warnings: list[str]
 
@@ -207,20 +213,22 @@ def commit(
     entries: Sequence[TensorEntry],
     *,
     planner_data: bytes,
-    stock_metadata: bytes,
+    stock_metadata: bytes | None,
     save_id: str,
     previous_save_id: str,
     rank: int | None,
     world_size: int,
     generation: int,
     run_root: Store | None,
+    run: RunInfo | None,
 ) -> CommitStats:
     """Check every object from here, publish the manifest, then `.metadata`, then collect what is superseded.
 
     A failure after the manifest is a warning, except over a foreign `.metadata` without a save_id.
 
     `planner_data`: opaque to Rust (first byte says the encoding). `previous_save_id`: of the `.metadata` that is there
-    now, "" if none. `generation`: 0 without a run root.
+    now, "" if none. `generation`: 0 without a run root. `stock_metadata`: None if stock cannot read what is saved.
+    `run`: where in a run the checkpoint stands, if a manager saves it.
 
     Raises:
         CheckpointError: If an item that `entries` promises is in no record, or twice.
@@ -228,6 +236,101 @@ def commit(
         PreconditionError: If somebody else committed here meanwhile.
         StaleGenerationError: If a newer run has claimed the run root.
     """
+
+@final
+class Parent:
+    """A committed checkpoint of the run, to whose objects an incremental save may refer."""
+
+    @staticmethod
+    def open(store: Store, checkpoint_id: str) -> Parent:
+        """`store`: the checkpoint's own. `checkpoint_id`: its folder's name below the run's root.
+
+        Raises:
+            CheckpointNotFoundError: If nothing is committed there.
+            CheckpointError: If stock saved it: what it holds has no digests.
+        """
+    @property
+    def save_id(self) -> str: ...
+
+# id, step, epoch, path, size_bytes, type, model_hash, metadata, metrics, created_at in seconds since 1970.
+_Metadata = tuple[str, int, int, str, int, str, str | None, dict[str, str], dict[str, float], int]
+# folder, state, detail, what is committed, is_quarantined, is_abandoned, is_verified, pins, folders referred to.
+_Listed = tuple[str, str, str, _Metadata | None, bool, bool, bool, list[str], list[str]]
+
+@final
+class Run:
+    """The checkpoints of one training below a root. Opens nothing before its first use in a process."""
+
+    def __new__(cls, root: Store, *, owner: str, policy: tuple[Any, ...], orphan_age_s: float) -> Run:
+        """`owner`: a nonce of this process. `policy`: as `Retention.as_native` gives it.
+
+        Raises:
+            ValueError: If the policy is unknown or a count in it is 0.
+        """
+    def generation(self) -> int:
+        """This process's right to commit and to remove; claimed, or what `hold` was given, when first asked for."""
+    def hold(self, generation: int) -> None:
+        """Take a generation that is claimed already; of several calls the first counts."""
+    def catalog(self) -> list[_Listed]:
+        """Every folder of the run. A root that is not there is empty; a listing that fails is an error.
+
+        Raises:
+            StorageError: If the place cannot be read.
+        """
+    def all(self) -> list[_Metadata]:
+        """The committed checkpoints, ascending by step, without those that were found damaged or abandoned."""
+    def check_new(self, step: int, checkpoint_type: str, *, overwrite: bool) -> int | None:
+        """Step of the newest whole checkpoint, if one of `step` may be saved now.
+
+        Raises:
+            CheckpointExistsError: If it is there and may not be replaced.
+            CheckpointError: If the run has gone further.
+        """
+    def save_bytes(
+        self, data: bytes, run_info: RunInfo, *, save_id: str, overwrite: bool, transfer: Transfer
+    ) -> _Metadata:
+        """Save bytes as the checkpoint of a step; durable and committed when it returns.
+
+        Raises:
+            CheckpointExistsError, CheckpointError: As `check_new`.
+            StaleGenerationError: If a newer run has claimed the root.
+            StorageError: If the store failed.
+        """
+    def load_bytes(self, step: int, checkpoint_type: str) -> bytes:
+        """What `save_bytes` saved, every block verified.
+
+        Raises:
+            CheckpointNotFoundError: If no bytes are saved there.
+            CorruptionError: If they are damaged.
+        """
+    def begin(self, folder: str) -> None:
+        """Say that a save to `folder` is going on, until `end`: no retention touches it."""
+    def end(self, folder: str) -> None: ...
+    def plan(self) -> tuple[list[tuple[str, bool, str]], list[str]]:
+        """What `retain` would do: `(folder, keeps, because)` ascending by step, and notes."""
+    def retain(self) -> tuple[list[str], int, int, list[str]]:
+        """Remove what the policy does not keep, and what saves that ended long ago have left.
+
+        Returns the folders that are gone, the number of objects removed, their bytes, and notes.
+
+        Raises:
+            StaleGenerationError: As soon as a newer run has claimed the root; the next call makes up for the rest.
+        """
+    def pin(self, folder: str, who: str) -> None:
+        """Let `who` hold a checkpoint: no retention removes it.
+
+        Raises:
+            CheckpointNotFoundError: If nothing is committed there.
+        """
+    def unpin(self, folder: str, who: str) -> None: ...
+    def note_verified(self, folder: str, save_id: str) -> None: ...
+    def quarantine(self, folder: str, save_id: str, why: str) -> None:
+        """Say that a checkpoint is damaged: it is passed over, and nothing of it is removed."""
+    def rollback(self, step: int) -> list[str]:
+        """Take the run back to `step`; returns the folders that are passed over from now on."""
+
+def run_folder(step: int, checkpoint_type: str) -> str:
+    """Name of a checkpoint's folder below the run's root."""
 
 def is_inside(path: str) -> bool:
     """Whether a path leads to an object inside the checkpoint: relative, no ``..``, no drive, no scheme."""
@@ -323,6 +426,12 @@ class Checkpoint:
     @property
     def world_size(self) -> int: ...
     @property
+    def created_at(self) -> int:
+        """When it was committed, in seconds since 1970 by the planning rank's clock; 0 if that is not known."""
+    @property
+    def run(self) -> RunInfo | None:
+        """Where in a run it stands, if a manager saved it."""
+    @property
     def warnings(self) -> list[str]: ...
     @property
     def planner_data(self) -> bytes: ...
@@ -339,6 +448,8 @@ class Checkpoint:
         """
     def rows(self, keys: Sequence[tuple[bytes, tuple[int, ...] | None]]) -> list[int]:
         """Row of each `(fqn, offsets)`, one for all names of a payload; -1 where nothing is stored under that key."""
+    def digests(self, rows: Sequence[int]) -> list[bytes]:
+        """XXH3-128 of each block of 4 MiB of each payload, one after another, 16 bytes each; empty where none is known."""
     def describe(self, rows: Sequence[int]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
         """`(kind, dtype, shape, strides)` as really stored.
 

@@ -1,6 +1,6 @@
 """Shapes of what travels between Python and the Rust core. Imports no torch."""
 
-__all__ = ["TensorEntry"]
+__all__ = ["RunInfo", "TensorEntry"]
 
 TensorEntry = tuple[
     bytes,  # fqn
@@ -16,3 +16,12 @@ TensorEntry = tuple[
     list[tuple[int, ...]],  # size of each chunk
 ]
 """One entry of state_dict_metadata."""
+
+RunInfo = tuple[
+    int,  # step
+    int,  # epoch
+    str,  # type, "full"
+    dict[str, str],  # the user's metadata
+    dict[str, float],  # the user's metrics
+]
+"""What a manager says of a checkpoint of its run."""

@@ -88,7 +88,7 @@ def test_a_name_that_is_taken_is_left_alone(tmp_path):
     item = (b"v", None, -1, _native.BYTES, -1, 0, 0, "", (), (), b"first")
 
     def write() -> None:
-        _native.write_items(store, [item], rank=0, save_id="same", transfer=_native.Transfer())
+        _native.write_items(store, [item], rank=0, save_id="same", parent=None, transfer=_native.Transfer())
 
     write()
     with pytest.raises(PreconditionError):

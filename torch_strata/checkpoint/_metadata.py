@@ -18,6 +18,7 @@ from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._lazy_state import Chunks, LazyState
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._planner_data import decode_planner_data
+from torch_strata.checkpoint._stock_pickle import DCP_VERSION
 from torch_strata.checkpoint._tiling import tiling_fault
 from torch_strata.errors import CheckpointError, CorruptionError
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
 __all__ = [
-    "DCP_VERSION",
+    "RECORDS_STRIDES",
     "dtype_name",
     "dtype_of",
     "encode_fqn",
@@ -34,8 +35,6 @@ __all__ = [
     "read_metadata",
 ]
 
-# What FileSystemWriter writes; stock readers compare nothing else.
-DCP_VERSION = "1.0.0"
 # DCP's own numbering, `_MEM_FORMAT_ENCODING`.
 _MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.preserve_format: 2}
 _MEMORY_FORMAT_OF = {number: value for value, number in _MEMORY_FORMATS.items()}
@@ -116,7 +115,7 @@ def entries_of_chunks(chunks: Chunks) -> "list[TensorEntry]":
                 True,
                 dtype_name(template.dtype),
                 size,
-                strides if template.has_strides and _RECORDS_STRIDES else None,
+                strides if template.has_strides and RECORDS_STRIDES else None,
                 template.requires_grad,
                 template.pin_memory,
                 template.memory_format,
@@ -167,13 +166,13 @@ def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) ->
         memory_format=_MEMORY_FORMAT_OF.get(memory_format, torch.contiguous_format),
         pin_memory=pin_memory,
     )
-    if strides is not None and _RECORDS_STRIDES:
+    if strides is not None and RECORDS_STRIDES:
         properties.strides = tuple(strides)
     chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in zip(offsets, sizes, strict=True)]
     return TensorStorageMetadata(properties, torch.Size(size), chunks)
 
 
-_RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
+RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
 
 
 @functools.cache

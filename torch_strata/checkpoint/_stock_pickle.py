@@ -1,9 +1,8 @@
-"""The `.metadata` of stock torch, written opcode by opcode: half a million index objects are never made.
+"""The `.metadata` of stock torch, written opcode by opcode: half a million index objects are never made, and no torch.
 
 What it unpickles to is what stock torch's own pickle does; `tests/checkpoint/test_stock_pickle.py` compares them.
 """
 
-import dataclasses
 import io
 import pickle
 import struct
@@ -11,21 +10,21 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
-
 from torch_strata.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
-__all__ = ["Placed", "stock_pickle"]
+__all__ = ["DCP_VERSION", "Placed", "stock_pickle"]
+
+# What FileSystemWriter writes; stock readers compare nothing else.
+DCP_VERSION = "1.0.0"
 
 # fqn, offsets, index hint or -1, object, offset in it, length there.
 Placed = tuple[bytes, Iterable[int] | None, int, str, int, int]
 
 _DCP = "torch.distributed.checkpoint"
 _METADATA = f"{_DCP}.metadata"
-_RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
 _BATCH = 1000  # as many pairs as pickle itself puts on the stack before it adds them to a dict
 
 
@@ -34,8 +33,9 @@ def stock_pickle(
     placed: Iterable[Placed],
     *,
     planner_data: Any,
-    storage_meta: StorageMeta,
-    version: str,
+    checkpoint_id: str,
+    save_id: str,
+    records_strides: bool = True,
 ) -> bytes:
     """A pickled `torch.distributed.checkpoint.metadata.Metadata`.
 
@@ -43,38 +43,35 @@ def stock_pickle(
         entries: One for each key of ``state_dict_metadata``, in its order.
         placed: One for each stored item.
         planner_data: Pickled as it is.
-        storage_meta: Pickled as it is.
-        version: DCP's version of the format.
+        checkpoint_id: The place.
+        save_id: Identity of the save.
+        records_strides: Whether a tensor's properties say its strides; torch before 2.13 does not take them.
 
     Raises:
         CheckpointError: If the planner's data cannot be pickled.
     """
     buffer = io.BytesIO()
     common = pickle.Pickler(buffer, protocol=3)  # without frames: its output goes into the middle of another pickle
-    foreign = []
     try:
-        for value in (planner_data, storage_meta):
-            common.dump(value)
-            foreign.append(buffer.getvalue()[2:-1])
-            buffer.seek(0)
-            buffer.truncate()
+        common.dump(planner_data)
     except Exception as error:
         raise CheckpointError(f"cannot pickle the checkpoint's metadata (planner_data?): {error}") from error
-    pickler = _Pickler(first_memo=len(common.memo.copy()))
+    pickler = _Pickler(first_memo=len(common.memo.copy()), records_strides=records_strides)
     body: list[bytes] = []
     pickler.put_dict(body, "state_dict_metadata", map(pickler.entry, entries))
     pickler.put_dict(body, "storage_data", map(pickler.item, placed))
-    head = [_global(_METADATA, "Metadata"), b")\x81}(", pickler.text("planner_data"), foreign[0]]
+    head = [_global(_METADATA, "Metadata"), b")\x81}(", pickler.text("planner_data"), buffer.getvalue()[2:-1]]
     # At the end, where a reader looks for the save_id.
-    tail = [pickler.text("version"), pickler.text(version), pickler.text("storage_meta"), foreign[1], b"ub."]
+    tail = [pickler.text("version"), pickler.text(DCP_VERSION), pickler.text("storage_meta")]
+    tail += [*pickler.storage_meta(checkpoint_id, save_id), b"ub."]
     return b"".join([b"\x80\x04", *pickler.defined, *head, *body, *tail])
 
 
 class _Pickler:
     """Opcodes of the parts, and what they take from the memo."""
 
-    def __init__(self, *, first_memo: int) -> None:
-        self._first_memo = first_memo
+    def __init__(self, *, first_memo: int, records_strides: bool) -> None:
+        self._first_memo, self._records_strides = first_memo, records_strides
         self.defined: list[bytes] = []  # comes first: puts into the memo what the parts share
         self._memo: dict[Any, int] = {}
         self._sizes: dict[tuple[int, ...], bytes] = {}
@@ -117,6 +114,12 @@ class _Pickler:
         key = self._index + self._name(fqn) + self._index_key + hint + where + b"ub"
         info = self._info + self.text(path) + self._offset_key + _int(offset)
         return key + info + self._length_key + _int(length) + b"ub"
+
+    def storage_meta(self, checkpoint_id: str, save_id: str) -> list[bytes]:
+        """Whose save it is. Both values stand there in full, not in the memo."""
+        values = {"checkpoint_id": _whole_text(checkpoint_id), "save_id": _whole_text(save_id), "load_id": b"N"}
+        state = [part for key, value in values.items() for part in (self.text(key), value)]
+        return [self._class(_METADATA, "StorageMeta"), b")\x81}(", *state, self.text("modules"), b"]ub"]
 
     def text(self, value: str) -> bytes:
         """A str that occurs often."""
@@ -161,7 +164,7 @@ class _Pickler:
                 self._class(_METADATA, "_MEM_FORMAT_ENCODING") + _int(encoding) + b"\x85R",
                 _BOOLS[pin],
             ]
-            if _RECORDS_STRIDES:
+            if self._records_strides:
                 fields.append(b"N" if strides is None else _tuple([_int(n) for n in strides]))
             properties = self._class(_METADATA, "TensorProperties")
             made = self._properties[key] = properties + b")\x81" + _tuple(fields) + b"b"
@@ -180,6 +183,10 @@ def _text(value: bytes) -> bytes:
     if len(value) < 1 << 8:
         return b"\x8c" + len(value).to_bytes(1, "little") + value
     return b"X" + struct.pack("<I", len(value)) + value
+
+
+def _whole_text(value: str) -> bytes:
+    return _text(value.encode("utf-8", "surrogatepass"))
 
 
 def _put(memo: int) -> bytes:

@@ -26,7 +26,7 @@ from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._items import NativeItem, resolve_items
 from torch_strata.checkpoint._lazy_state import PlannedMetadata
-from torch_strata.checkpoint._metadata import DCP_VERSION, entries_of, read_metadata
+from torch_strata.checkpoint._metadata import RECORDS_STRIDES, entries_of, read_metadata
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
 from torch_strata.checkpoint._planner_data import encode_planner_data
 from torch_strata.checkpoint._safetensors import holds_safetensors
@@ -220,7 +220,9 @@ class StrataWriter(StorageWriter):
         items: list[NativeItem] = []
         try:
             items += resolve_items(plan.items, planner)
-            record = _native.write_items(self._store(), items, rank=rank, save_id=self._save_id, transfer=self.transfer)
+            record = _native.write_items(
+                self._store(), items, rank=rank, save_id=self._save_id, parent=None, transfer=self.transfer
+            )
         except BaseException as error:
             forget_frames(error)
             raise
@@ -271,6 +273,7 @@ class StrataWriter(StorageWriter):
                 world_size=self._ranks_that_save(len(results)),
                 generation=self._generation(),
                 run_root=self._run_root_store(),
+                run=None,
             )
         except Exception:
             self._discard({entry[3] for entry in _placed(records)})
@@ -414,8 +417,14 @@ class StrataWriter(StorageWriter):
     def _stock_pickle(
         self, entries: "list[TensorEntry]", placed: Iterable[Placed], planner_data: Any, save_id: str
     ) -> bytes:
-        meta = StorageMeta(checkpoint_id=os.fspath(self._place), save_id=save_id)
-        return stock_pickle(entries, placed, planner_data=planner_data, storage_meta=meta, version=DCP_VERSION)
+        return stock_pickle(
+            entries,
+            placed,
+            planner_data=planner_data,
+            checkpoint_id=os.fspath(self._place),
+            save_id=save_id,
+            records_strides=RECORDS_STRIDES,
+        )
 
     def _discard(self, names: set[str]) -> None:
         """Remove the objects of a save that cannot be committed."""
