@@ -279,6 +279,12 @@ class Run:
         """
     def all(self) -> list[_Metadata]:
         """The committed checkpoints, ascending by step, without those that were found damaged or abandoned."""
+    def found(self, folder: str) -> _Metadata:
+        """What is committed in `folder`.
+
+        Raises:
+            CheckpointNotFoundError: If nothing is.
+        """
     def check_new(self, step: int, checkpoint_type: str, *, overwrite: bool) -> int | None:
         """Step of the newest whole checkpoint, if one of `step` may be saved now.
 

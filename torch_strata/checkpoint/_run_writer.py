@@ -1,8 +1,7 @@
 """The StrataWriter of a CheckpointManager: knows its run, may refer to an earlier checkpoint, retains afterwards."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -10,45 +9,16 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_strata import _native
+from torch_strata.checkpoint._order import SaveOrder
 from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.checkpoint.writer import StrataWriter
 from torch_strata.config import StorageConfig
 from torch_strata.errors import StrataError
 
-__all__ = ["RunWriter", "SaveOrder"]
+__all__ = ["RunWriter", "retain"]
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveOrder:
-    """What is to be saved of a run.
-
-    Attributes:
-        step: Optimizer steps done.
-        epoch: Passes over the data done.
-        checkpoint_type: What it will hold.
-        metadata: The user's own.
-        metrics: The user's own, by which checkpoints are compared.
-        overwrite: Whether a checkpoint of this step may be replaced.
-    """
-
-    step: int
-    epoch: int
-    checkpoint_type: CheckpointType
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    overwrite: bool = False
-
-    @property
-    def folder(self) -> str:
-        """Its folder's name below the run's root."""
-        return _native.run_folder(self.step, self.checkpoint_type.value)
-
-    def as_native(self) -> tuple[Any, ...]:
-        """As `_native.commit` takes it."""
-        return self.step, self.epoch, self.checkpoint_type.value, dict(self.metadata), dict(self.metrics)
 
 
 class _Told(NamedTuple):
@@ -61,7 +31,9 @@ class _Told(NamedTuple):
 class RunWriter(StrataWriter):
     """Saves one checkpoint of a run. The planning rank decides which earlier one it may refer to."""
 
-    def __init__(self, root: str, run: _native.Run, order: SaveOrder, *, config: StorageConfig, **settings: Any) -> None:
+    def __init__(
+        self, root: str, run: _native.Run, order: SaveOrder, *, config: StorageConfig, **settings: Any
+    ) -> None:
         self._root, self._run, self._order = root, run, order
         self._parent: str | None = None
         self._model_hash_before: str | None = None
@@ -89,7 +61,7 @@ class RunWriter(StrataWriter):
         told = super().prepare_global_plan(plans)
         return [replace(plan, storage_data=_Told(plan.storage_data, self._parent)) for plan in told]
 
-    def _begin_write(self, plan: SavePlan) -> tuple[int, _native.Parent | None]:
+    def _told(self, plan: SavePlan) -> tuple[int, _native.Parent | None]:
         told: _Told = plan.storage_data
         parent = None if told.parent is None else self._open_parent(told.parent)
         return told.rank, parent

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,6 +106,28 @@ def async_save(
     return handle
 
 
+def in_turn(
+    place: str, work: Callable[[], SaveStats], transfer: _native.Transfer, *, on_failure: OnFailure
+) -> SaveHandle:
+    """Do `work` in the background, when the saves before it have ended; a save as `async_save` does them.
+
+    Raises:
+        StrataError: Why the save before failed, if nobody has asked for its result.
+    """
+    process = _process()
+    process.raise_unseen()
+
+    def run() -> SaveStats | None:
+        try:
+            return work()
+        except BaseException as error:
+            return _failed(place, error, on_failure)
+
+    handle = SaveHandle(place, process.executor.submit(run), transfer, timedelta())
+    process.last = handle if on_failure == "raise" else None
+    return handle
+
+
 def _writer_for(place: str | os.PathLike[str] | None, writer: StrataWriter | None) -> StrataWriter:
     if writer is not None:
         if not isinstance(writer, StrataWriter):
@@ -127,16 +149,19 @@ def _run(
     try:
         return part.save(staged)
     except BaseException as error:
-        place = os.fspath(part.place)
-        _logger.error("%s: the checkpoint was not saved: %s: %s", place, type(error).__name__, error)
-        for note in getattr(error, "__notes__", ()):
-            _logger.error("%s: %s", place, note)
-        if on_failure == "continue" and isinstance(error, Exception):
-            return None
-        raise
+        return _failed(os.fspath(part.place), error, on_failure)
     finally:
         staged.lease.release()  # whoever keeps the planner, or an error's traceback, keeps no memory
         process.beats.stop(part.board)
+
+
+def _failed(place: str, error: BaseException, on_failure: OnFailure) -> None:
+    """Log why a save failed, and raise it unless training goes on without."""
+    _logger.error("%s: the checkpoint was not saved: %s: %s", place, type(error).__name__, error)
+    for note in getattr(error, "__notes__", ()):
+        _logger.error("%s: %s", place, note)
+    if on_failure != "continue" or not isinstance(error, Exception):
+        raise error
 
 
 @dataclass(kw_only=True)

@@ -18,11 +18,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import world_size
+from torch_strata.checkpoint._order import SaveOrder, check_step, make_order
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
-from torch_strata.checkpoint._run_writer import RunWriter, SaveOrder, retain
+from torch_strata.checkpoint._run_writer import RunWriter, retain
 from torch_strata.checkpoint._store import resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
-from torch_strata.checkpoint.handle import SaveHandle, SaveProgress
+from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
+from torch_strata.checkpoint.handle import SaveHandle
 from torch_strata.checkpoint.restore import restore_state
 from torch_strata.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepLast, Retention
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
@@ -31,70 +33,11 @@ from torch_strata.checkpoint.verify import VerifyReport, verify
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptionError
 
-__all__ = ["CheckpointHandle", "CheckpointManager"]
+__all__ = ["CheckpointManager"]
 
 _logger = logging.getLogger(__name__)
 
 _PART_KEYS = {CheckpointType.MODEL_ONLY: "model", CheckpointType.OPTIMIZER_ONLY: "optimizer"}
-
-
-class CheckpointHandle:
-    """A save of a manager that goes on in the background.
-
-    Attributes:
-        path: Where it goes: URL or local path.
-        step: What was saved.
-    """
-
-    def __init__(self, handle: SaveHandle, run: _native.Run, order: SaveOrder) -> None:
-        self.path = os.fspath(handle.path)
-        self.step = order.step
-        self._handle, self._run, self._folder = handle, run, order.folder
-
-    @property
-    def progress(self) -> SaveProgress:
-        """How far this rank has come."""
-        return self._handle.progress
-
-    @property
-    def stage_time(self) -> timedelta:
-        """Time for which the caller was held up."""
-        return self._handle.stage_time
-
-    @property
-    def stats(self) -> SaveStats | None:
-        """What the save did on this rank; None before it has ended, and if it failed."""
-        return self._handle.stats
-
-    def done(self) -> bool:
-        """Whether the save has ended, well or not."""
-        return self._handle.done()
-
-    def exception(self, timeout: timedelta | None = None) -> BaseException | None:
-        """Wait for the end; why the save failed, or None.
-
-        Raises:
-            TimeoutError: If it has not ended in time; it goes on.
-        """
-        return self._handle.exception(timeout)
-
-    def result(self, timeout: timedelta | None = None) -> CheckpointMetadata | None:
-        """Wait until the checkpoint is committed, on every rank.
-
-        Returns:
-            What is committed; None after a failure with ``on_failure="continue"``.
-
-        Raises:
-            TimeoutError: If the save has not ended in time; it goes on.
-            StrataError: Why it failed, as `SaveHandle.result`.
-        """
-        if self._handle.result(timeout) is None:
-            return None
-        return CheckpointMetadata.of_native(self._run.found(self._folder))
-
-    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
-        """Call `callback` with this handle at the end, from the thread that saves; at once if that has been."""
-        self._handle.add_done_callback(lambda _: callback(self))
 
 
 class CheckpointManager:
@@ -188,7 +131,7 @@ class CheckpointManager:
             CheckpointError: If a value cannot be copied; if nothing was committed for `max_age`.
             StrataError: Why the save before failed, if nobody has asked for its result.
         """
-        order = _order(step, epoch, checkpoint_type, metadata, metrics, overwrite=overwrite)
+        order = make_order(step, epoch, checkpoint_type, metadata, metrics, overwrite=overwrite)
         self._check_age()
         if isinstance(state, bytes | bytearray | memoryview):
             handle = self._save_bytes(state, order)
@@ -240,7 +183,11 @@ class CheckpointManager:
         )
 
     def load(
-        self, which: int | Literal["latest", "best"] = "latest", state: dict[str, Any] | None = None, *, rng: bool = True
+        self,
+        which: int | Literal["latest", "best"] = "latest",
+        state: dict[str, Any] | None = None,
+        *,
+        rng: bool = True,
     ) -> Any:
         """Load a checkpoint, verified; every rank calls it.
 
@@ -321,7 +268,7 @@ class CheckpointManager:
         On one rank. Returns the folders that are left behind.
         """
         self.wait()
-        return self._run.rollback(_check_step(step))
+        return self._run.rollback(check_step(step))
 
     @contextmanager
     def hold(self, step: int, who: str) -> Iterator[None]:
@@ -330,7 +277,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: If there is none.
         """
-        folder = _native.run_folder(_check_step(step), CheckpointType.FULL.value)
+        folder = _native.run_folder(check_step(step), CheckpointType.FULL.value)
         if not who or "/" in who:
             raise ConfigError(f"who: expected a name without a slash, found {who!r}")
         self._run.pin(folder, who)
@@ -343,7 +290,7 @@ class CheckpointManager:
         """Read all of a checkpoint and compare it with its digests; a sound one is not removed while it is the newest
         that is known to be, a damaged one is set aside.
         """
-        folder = _native.run_folder(_check_step(step), CheckpointType.FULL.value)
+        folder = _native.run_folder(check_step(step), CheckpointType.FULL.value)
         found = CheckpointMetadata.of_native(self._run.found(folder))
         report = verify(found.path, config=self._config)
         if report.is_sound:
@@ -418,7 +365,7 @@ class CheckpointManager:
         if which == "best":
             best = self.best()
             return [] if best is None else [best]
-        step = _check_step(which)
+        step = check_step(which)
         at = [found for found in self.all() if found.step == step]
         if not at:
             raise CheckpointNotFoundError(f"no checkpoint of step {step} at {self._root}")
@@ -438,7 +385,10 @@ class CheckpointManager:
 
     def _set_aside(self, found: CheckpointMetadata, error: BaseException) -> None:
         _logger.error(
-            "%s is damaged and is passed over; nothing of it is removed: %s: %s", found.path, type(error).__name__, error
+            "%s is damaged and is passed over; nothing of it is removed: %s: %s",
+            found.path,
+            type(error).__name__,
+            error,
         )
         if self._alone or dist.get_rank(self._group) == 0:
             folder = _native.run_folder(found.step, found.checkpoint_type.value)
@@ -478,47 +428,6 @@ def _find_best(policy: Retention) -> KeepBest | None:
         return policy
     inner = policy.policies if isinstance(policy, KeepAny) else ()
     return next((best for best in map(_find_best, inner) if best is not None), None)
-
-
-def _order(
-    step: int,
-    epoch: int,
-    checkpoint_type: CheckpointType | str,
-    metadata: Mapping[str, str] | None,
-    metrics: Mapping[str, float] | None,
-    *,
-    overwrite: bool,
-) -> SaveOrder:
-    try:
-        kind = CheckpointType(checkpoint_type)
-    except ValueError:
-        expected = ", ".join(CheckpointType)
-        raise ConfigError(f"checkpoint_type: expected {expected}, found {checkpoint_type!r}") from None
-    if type(epoch) is not int or not 0 <= epoch < 1 << 63:
-        raise ConfigError(f"epoch: expected an int of at least 0, found {epoch!r}")
-    for key, value in (metadata or {}).items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise ConfigError(f"metadata: expected str to str, found {key!r}: {value!r}")
-    numbers = {}
-    for key, value in (metrics or {}).items():
-        try:
-            numbers[str(key)] = float(value)  # a tensor of one element too
-        except (TypeError, ValueError):
-            raise ConfigError(f"metrics: expected numbers, found {key!r}: {value!r}") from None
-    return SaveOrder(
-        step=_check_step(step),
-        epoch=epoch,
-        checkpoint_type=kind,
-        metadata=dict(metadata or {}),
-        metrics=numbers,
-        overwrite=overwrite,
-    )
-
-
-def _check_step(step: object) -> int:
-    if type(step) is not int or not 0 <= step < 1 << 63:
-        raise ConfigError(f"step: expected an int of at least 0, found {step!r}")
-    return step
 
 
 def _is_damage(error: BaseException) -> bool:

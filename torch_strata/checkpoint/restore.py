@@ -60,7 +60,9 @@ def restore_state(
     rank = str(0 if no_dist else dist.get_rank(process_group))
     wanted = {} if state is None else dict(state)
     if state is None:
-        _add_slots(wanted, metadata, [fqn for fqn in metadata.state_dict_metadata if paths.get(fqn, ("",))[0] != RNG_KEY])
+        _add_slots(
+            wanted, metadata, [fqn for fqn in metadata.state_dict_metadata if paths.get(fqn, ("",))[0] != RNG_KEY]
+        )
     if rng:
         _add_slots(wanted, metadata, [fqn for fqn, path in paths.items() if path[:2] == (RNG_KEY, rank)])
     dcp.load(

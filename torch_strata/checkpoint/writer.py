@@ -216,12 +216,13 @@ class StrataWriter(StorageWriter):
         """
         started = time.monotonic()
         self._spent = True
-        rank = plan.storage_data if self._rank is None else self._rank
+        told, parent = self._told(plan)
+        rank = told if self._rank is None else self._rank
         items: list[NativeItem] = []
         try:
             items += resolve_items(plan.items, planner)
             record = _native.write_items(
-                self._store(), items, rank=rank, save_id=self._save_id, parent=None, transfer=self.transfer
+                self._store(), items, rank=rank, save_id=self._save_id, parent=parent, transfer=self.transfer
             )
         except BaseException as error:
             forget_frames(error)
@@ -273,7 +274,7 @@ class StrataWriter(StorageWriter):
                 world_size=self._ranks_that_save(len(results)),
                 generation=self._generation(),
                 run_root=self._run_root_store(),
-                run=None,
+                run=self._run_info(),
             )
         except Exception:
             self._discard({entry[3] for entry in _placed(records)})
@@ -343,6 +344,14 @@ class StrataWriter(StorageWriter):
             _logger.warning("%s: cannot look for objects of a failed save: %s", os.fspath(self._place), error)
             return
         self._discard(set(names))
+
+    def _told(self, plan: SavePlan) -> tuple[int, _native.Parent | None]:
+        """What the planning rank said: this rank's number, and an earlier checkpoint that it may refer to."""
+        return plan.storage_data, None
+
+    def _run_info(self) -> tuple[int, int, str, dict[str, str], dict[str, float]] | None:
+        """What a manager says of the checkpoint, see `_native.commit`; None without one."""
+        return None
 
     def _check_place(self, base: _native.Base) -> None:
         place, store = os.fspath(self._place), self._store()

@@ -1,6 +1,6 @@
 //! What an incremental save need not write: tensors whose content an earlier checkpoint of the run holds.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use futures::{StreamExt, TryStreamExt, stream};
@@ -105,14 +105,30 @@ pub(crate) async fn split(
         }
     });
     let found: Vec<(SaveItem, Option<usize>)> = stream::iter(looks).buffered(threads).try_collect().await?;
+    let worth = worth_keeping(parent, found.iter().filter_map(|(_, row)| *row));
     let (mut changed, mut unchanged) = (Vec::new(), Vec::new());
     for (item, row) in found {
-        match row {
+        match row.filter(|row| worth.contains(&parent.manifest.items[*row].object)) {
             None => changed.push(item),
             Some(row) => unchanged.push((item, row)),
         }
     }
     Ok((changed, unchanged))
+}
+
+/// The objects of which a third or more would be referred to by `rows`. Pure.
+///
+/// An object stays as long as anybody refers to any of it: what little is left of one is better written again.
+fn worth_keeping(parent: &Parent, rows: impl Iterator<Item = usize>) -> HashSet<u32> {
+    let mut used: HashMap<u32, HashMap<u64, u64>> = HashMap::new();
+    for row in rows {
+        let item = &parent.manifest.items[row];
+        used.entry(item.object).or_default().insert(item.item_offset, item.item_bytes);
+    }
+    let is_worth = |(object, items): &(u32, HashMap<u64, u64>)| {
+        3 * items.values().sum::<u64>() >= parent.manifest.objects[*object as usize].size
+    };
+    used.into_iter().filter(is_worth).map(|(object, _)| object).collect()
 }
 
 /// Adds to `record` what it need not write: items that stand in objects of other checkpoints.

@@ -202,6 +202,16 @@ async fn what_has_not_changed_is_referred_to_whatever_it_is_called_now() {
 }
 
 #[tokio::test]
+async fn what_little_is_left_of_an_object_is_written_again_so_that_it_can_go() {
+    let run = Run::new(memory()).await;
+    run.save(1, &[("a", 1), ("b", 2), ("c", 3), ("d", 4)], None).await;
+    let stats = run.save(2, &[("a", 1), ("b", 5), ("c", 6), ("d", 7)], Some("step-1")).await;
+    assert_eq!((stats.payload_bytes, stats.referred_bytes), (256 << 10, 0));
+    run.sweep(1).await.expect("swept");
+    assert!(run.everything().await.iter().all(|name| name.starts_with("step-2/")));
+}
+
+#[tokio::test]
 async fn equal_weights_have_equal_hashes() {
     let run = Run::new(memory()).await;
     for (step, fill, parent) in [(1, 1, None), (2, 1, Some("step-1")), (3, 2, Some("step-2"))] {

@@ -155,6 +155,11 @@ impl Run {
         Ok(wait(py, async move { run.all().await })?.into_iter().map(raw_metadata).collect())
     }
 
+    fn found(&self, py: Python<'_>, folder: String) -> PyResult<RawMetadata> {
+        let run = self.open()?;
+        Ok(raw_metadata(wait(py, async move { run.found(&folder).await })?))
+    }
+
     #[pyo3(signature = (step, checkpoint_type, *, overwrite))]
     fn check_new(&self, py: Python<'_>, step: u64, checkpoint_type: &str, overwrite: bool) -> PyResult<Option<u64>> {
         let (run, part) = (self.open()?, type_of(checkpoint_type)?.part());

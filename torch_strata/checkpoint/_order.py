@@ -1,0 +1,82 @@
+"""What is to be saved of a run, checked. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_strata import _native
+from torch_strata.checkpoint.run import CheckpointType
+from torch_strata.errors import ConfigError
+
+__all__ = ["SaveOrder", "check_step", "make_order"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOrder:
+    """What is to be saved of a run.
+
+    Attributes:
+        step: Optimizer steps done.
+        epoch: Passes over the data done.
+        checkpoint_type: What it will hold.
+        metadata: The user's own.
+        metrics: The user's own, by which checkpoints are compared.
+        overwrite: Whether a checkpoint of this step may be replaced.
+    """
+
+    step: int
+    epoch: int
+    checkpoint_type: CheckpointType
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    overwrite: bool = False
+
+    @property
+    def folder(self) -> str:
+        """Its folder's name below the run's root."""
+        return _native.run_folder(self.step, self.checkpoint_type.value)
+
+    def as_native(self) -> tuple[Any, ...]:
+        """As `_native.commit` takes it."""
+        return self.step, self.epoch, self.checkpoint_type.value, dict(self.metadata), dict(self.metrics)
+
+
+def make_order(
+    step: int,
+    epoch: int,
+    checkpoint_type: CheckpointType | str,
+    metadata: Mapping[str, str] | None,
+    metrics: Mapping[str, float] | None,
+    *,
+    overwrite: bool,
+) -> SaveOrder:
+    try:
+        kind = CheckpointType(checkpoint_type)
+    except ValueError:
+        expected = ", ".join(CheckpointType)
+        raise ConfigError(f"checkpoint_type: expected {expected}, found {checkpoint_type!r}") from None
+    if type(epoch) is not int or not 0 <= epoch < 1 << 63:
+        raise ConfigError(f"epoch: expected an int of at least 0, found {epoch!r}")
+    for key, value in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ConfigError(f"metadata: expected str to str, found {key!r}: {value!r}")
+    numbers = {}
+    for key, value in (metrics or {}).items():
+        try:
+            numbers[str(key)] = float(value)  # a tensor of one element too
+        except (TypeError, ValueError):
+            raise ConfigError(f"metrics: expected numbers, found {key!r}: {value!r}") from None
+    return SaveOrder(
+        step=check_step(step),
+        epoch=epoch,
+        checkpoint_type=kind,
+        metadata=dict(metadata or {}),
+        metrics=numbers,
+        overwrite=overwrite,
+    )
+
+
+def check_step(step: object) -> int:
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        raise ConfigError(f"step: expected an int of at least 0, found {step!r}")
+    return step
