@@ -14,7 +14,7 @@ from torch_strata.errors import CheckpointNotFoundError, CorruptionError
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
-__all__ = ["Opened", "metadata_name", "open_checkpoint"]
+__all__ = ["Opened", "metadata_name", "open_checkpoint", "opened_safetensors"]
 
 Key = tuple[bytes, tuple[int, ...] | None]
 
@@ -78,10 +78,7 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
         found = open_safetensors(store, where) if rank is None else None
         if found is None:
             raise
-        native, entries = found
-        # Names with dots are names: each key is its own path.
-        flat = {name: (name,) for name in (entry[0].decode("utf-8", "surrogatepass") for entry in entries)}
-        return Opened(native=native, where=where, entries=entries, foreign_planner_data=flat, save_id="")
+        return opened_safetensors(*found, where)
     if not native.is_stock:
         return _ours(native, where)
     data = native.stock_metadata
@@ -106,6 +103,13 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
         transforms={row[:2]: item.transforms for row, item in zip(rows, stock.items, strict=True) if item.transforms},
         save_id=stock.save_id or "",
     )
+
+
+def opened_safetensors(native: _native.Checkpoint, entries: "Sequence[TensorEntry]", where: str) -> Opened:
+    """Tensors of safetensors files that were found."""
+    # Names with dots are names: each key is its own path.
+    flat = {name: (name,) for name in (entry[0].decode("utf-8", "surrogatepass") for entry in entries)}
+    return Opened(native=native, where=where, entries=entries, foreign_planner_data=flat, save_id="")
 
 
 def _ours(native: _native.Checkpoint, where: str) -> Opened:
