@@ -332,9 +332,10 @@ class _Plan:
             if tensor is None:
                 found.append((fqn.encode("utf-8", "surrogatepass"), False, "", (), None, False, False, 0, "", [], []))
                 continue
-            name, is_tensor, _, size, *described, _offsets, _sizes = tensor.entry
-            parts = self._parts[fqn]
+            name, _, _, size, strides, grad, pin, memory_format, layout, _, _ = tensor.entry
+            strides = None if strides is None else tuple(strides)
+            boxes = self._parts[fqn]
             dtype = tensor.entry[2] if tensor.framed else tensor.dtype
-            offsets, sizes = [box[0] for box in parts], [box[1] for box in parts]
-            found.append((name, is_tensor, dtype, size, *described, offsets, sizes))  # type: ignore[arg-type]
+            offsets, sizes = [box[0] for box in boxes], [box[1] for box in boxes]
+            found.append((name, True, dtype, size, strides, grad, pin, memory_format, layout, offsets, sizes))
         return found
