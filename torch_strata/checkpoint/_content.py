@@ -277,13 +277,13 @@ def content_of(opened: Opened) -> Content:
     values: dict[str, int | bytes] = {}
     found = iter(zip(rows, described, strict=True))
     for entry in opened.entries:
-        fqn = _text(entry[0])
+        name = _text(entry[0])
         if entry[1]:
-            tensors[fqn] = _tensor(fqn, entry, [next(found) for _ in entry[9]], opened.where)
+            tensors[name] = _tensor(name, entry, [next(found) for _ in entry[9]], opened.where)
         else:
-            values[fqn], (kind, *_) = next(found)
+            values[name], (kind, *_) = next(found)
             if kind != _native.BYTES:
-                raise CorruptionError(f"{opened.where}: {fqn!r:.200}: a pickled value is promised, a tensor is stored")
+                raise CorruptionError(f"{opened.where}: {name!r:.200}: a pickled value is promised, a tensor is stored")
     planner_data = opened.foreign_planner_data
     if opened.native.number and not opened.native.is_stock:
         planner_data = decode_planner_data(opened.native.planner_data, opened.where)

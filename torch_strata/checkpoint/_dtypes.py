@@ -116,8 +116,10 @@ def as_floats(raw: "np.ndarray[Any, Any]", dtype: str) -> "np.ndarray[Any, Any]"
         return table
     if dtype in ("complex32", "bcomplex32"):
         half = as_floats(raw, "float16" if dtype == "complex32" else "bfloat16")
-        return half.view(np.complex128)
-    return shown.astype(np.complex128 if shown.dtype.kind == "c" else np.float64)
+        pairs: np.ndarray[Any, Any] = half.view(np.complex128)
+        return pairs
+    values: np.ndarray[Any, Any] = shown.astype(np.complex128 if shown.dtype.kind == "c" else np.float64)
+    return values
 
 
 @functools.cache

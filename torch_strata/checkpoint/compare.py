@@ -10,14 +10,14 @@ import numpy as np
 
 from torch_strata.checkpoint._content import Content, Progress, Tensor
 from torch_strata.checkpoint._dtypes import as_floats, dtype_named
-from torch_strata.checkpoint._store import resolve_config
 from torch_strata.checkpoint._torch_file import load_value
 from torch_strata.checkpoint._torch_pickle import dump
+from torch_strata.checkpoint._two_places import TwoPlaces
 from torch_strata.checkpoint.copying import open_content
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError
 
-__all__ = ["Comparison", "TensorChange", "compare"]
+__all__ = ["Comparison", "TensorChange", "compare", "compare_contents"]
 
 _BATCH_BYTES = 64 << 20
 # Elements whose values are held as doubles at a time.
@@ -98,8 +98,12 @@ def compare(
         CorruptionError: If what is read is damaged.
         StorageError: If a store fails.
     """
-    settings = resolve_config(config, storage_options)
-    first, second = open_content(a, settings), open_content(b, settings)
+    settings = TwoPlaces.of(a, b, config, storage_options)
+    return compare_contents(open_content(a, settings.source), open_content(b, settings.destination), progress)
+
+
+def compare_contents(first: Content, second: Content, progress: Progress | None = None) -> Comparison:
+    """As `compare`, of what is open already."""
     shared = [fqn for fqn in first.order if fqn in second.tensors or fqn in second.values]
     unlike = {fqn: sentence for fqn in shared if (sentence := _unlike(first, second, fqn)) is not None}
     tensors = [first.tensors[fqn] for fqn in shared if fqn in first.tensors and fqn not in unlike]

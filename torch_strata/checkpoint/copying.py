@@ -17,8 +17,10 @@ from torch_strata.checkpoint._opened import open_checkpoint, opened_safetensors
 from torch_strata.checkpoint._planner_data import encode_planner_data
 from torch_strata.checkpoint._safetensors import holds_safetensors, open_safetensors_file
 from torch_strata.checkpoint._stock_pickle import stock_pickle
-from torch_strata.checkpoint._store import open_store, resolve_config
+from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint._torch_file import open_torch_file
+from torch_strata.checkpoint._two_places import TwoPlaces
+from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
 
@@ -95,7 +97,7 @@ def copy_checkpoint(
         destination: URL or local path of a folder.
         config: Limits of both stores.
         storage_options: The source's own settings; win over those of `config`.
-        to_options: The destination's own settings; those of the source if not given.
+        to_options: The destination's own settings; those of the source if not given. Local stores have none.
         rank: To copy what that rank saved on its own.
         overwrite: Whether a checkpoint at the destination may be replaced.
         progress: Told of bytes that are written.
@@ -107,11 +109,11 @@ def copy_checkpoint(
         CorruptionError: If what is read is damaged; nothing is committed then.
         StorageError: If a store fails.
     """
-    settings = resolve_config(config, storage_options)
-    opened = open_checkpoint(open_store(source, settings), source, rank=rank)
+    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
+    opened = open_checkpoint(open_store(source, settings.source), source, rank=rank)
     to = Destination(
         place=os.fspath(destination),
-        config=settings if to_options is None else resolve_config(config, to_options),
+        config=settings.destination,
         overwrite=overwrite,
         run_info=opened.native.run,
     )
@@ -138,20 +140,16 @@ def import_checkpoint(
         destination: URL or local path of a folder.
         config: Limits of both stores.
         storage_options: The source's own settings; win over those of `config`.
-        to_options: The destination's own settings; those of the source if not given.
+        to_options: The destination's own settings; those of the source if not given. Local stores have none.
         overwrite: Whether a checkpoint at the destination may be replaced.
         progress: Told of bytes that are written.
 
     Raises:
         As `copy_checkpoint`.
     """
-    settings = resolve_config(config, storage_options)
-    to = Destination(
-        place=os.fspath(destination),
-        config=settings if to_options is None else resolve_config(config, to_options),
-        overwrite=overwrite,
-    )
-    return write_content(open_content(source, settings), to, progress)
+    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
+    to = Destination(place=os.fspath(destination), config=settings.destination, overwrite=overwrite)
+    return write_content(open_content(source, settings.source), to, progress)
 
 
 def open_content(source: str | os.PathLike[str], config: StorageConfig, *, rank: int | None = None) -> Content:
@@ -228,10 +226,10 @@ def write_content(content: Content, to: Destination, progress: Progress | None =
             save_id=save_id,
             previous_save_id=base.save_id,
             rank=None,
-            world_size=len(records),
+            world_size=1,
             generation=to.generation,
             run_root=to.run_root,
-            run=to.run_info,
+            run=_said(to),
         )
     except BaseException:
         _discard(store, save_id, base)
@@ -244,6 +242,14 @@ def write_content(content: Content, to: Destination, progress: Progress | None =
         referred_bytes=stats.referred_bytes,
         warnings=tuple(stats.warnings),
     )
+
+
+def _said(to: Destination) -> "RunInfo | None":
+    """What is said of the copy: one that cannot refer to others is whole by itself."""
+    if to.run_info is None or to.parent is not None or to.run_info[2] != CheckpointType.INCREMENTAL:
+        return to.run_info
+    step, epoch, _, metadata, metrics = to.run_info
+    return step, epoch, CheckpointType.FULL.value, metadata, metrics
 
 
 def _discard(store: _native.Store, save_id: str, base: _native.Base) -> None:

@@ -15,11 +15,12 @@ from torch_strata.checkpoint._boxes import contiguous
 from torch_strata.checkpoint._content import Content, Path, Progress, Tensor
 from torch_strata.checkpoint._dtypes import dtype_named
 from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors
-from torch_strata.checkpoint._store import open_store, resolve_config
+from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint._stream import ObjectStream
 from torch_strata.checkpoint._torch_file import load_value
 from torch_strata.checkpoint._torch_pickle import Storage, TensorRef, dump
 from torch_strata.checkpoint._torch_zip import TorchZip, archive_bytes
+from torch_strata.checkpoint._two_places import TwoPlaces
 from torch_strata.checkpoint.copying import open_content, split_place
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointExistsError, ObjectNotFoundError, StorageError
@@ -81,7 +82,7 @@ def export_safetensors(
         max_shard_bytes: Largest file, in bytes of tensors; one tensor may be larger.
         config: Limits of both stores.
         storage_options: The source's own settings; win over those of `config`.
-        to_options: The destination's own settings; those of the source if not given.
+        to_options: The destination's own settings; those of the source if not given. Local stores have none.
         rank: To export what that rank saved on its own.
         progress: Told of bytes that are written.
 
@@ -92,9 +93,9 @@ def export_safetensors(
         CorruptionError: If what is read is damaged; what was written is removed.
         StorageError: If a store fails.
     """
-    settings = resolve_config(config, storage_options)
-    content = open_content(source, settings, rank=rank)
-    store = open_store(destination, settings if to_options is None else resolve_config(config, to_options))
+    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
+    content = open_content(source, settings.source, rank=rank)
+    store = open_store(destination, settings.destination)
     _check_free(store, os.fspath(destination))
     chosen = _choose(content, key)
     tensors = [(item.name, content.tensors[item.fqn]) for item in chosen if item.fqn in content.tensors]
@@ -139,7 +140,7 @@ def export_torch(
         key: Only what is below this key, as if it were all.
         config: Limits of both stores.
         storage_options: The source's own settings; win over those of `config`.
-        to_options: The destination's own settings; those of the source if not given.
+        to_options: The destination's own settings; those of the source if not given. Local stores have none.
         rank: To export what that rank saved on its own.
         progress: Told of bytes that are written.
 
@@ -148,10 +149,10 @@ def export_torch(
         CheckpointError: If a value is of a class that ``weights_only`` does not load; nothing is written then.
         CheckpointNotFoundError, CorruptionError, StorageError: As `export_safetensors`.
     """
-    settings = resolve_config(config, storage_options)
-    content = open_content(source, settings, rank=rank)
+    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
+    content = open_content(source, settings.source, rank=rank)
     folder, name = split_place(destination)
-    store = open_store(folder, settings if to_options is None else resolve_config(config, to_options))
+    store = open_store(folder, settings.destination)
     with suppress(ObjectNotFoundError):
         store.size(name)
         raise CheckpointExistsError(f"{os.fspath(destination)} already exists")

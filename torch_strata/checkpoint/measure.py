@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch_strata import _native
 from torch_strata.checkpoint._store import open_store, resolve_config
@@ -95,8 +96,8 @@ def _measure(store: _native.Store, size: int, concurrency: int, count: int) -> M
     data = data[:size]
     names = [f"{size}-{concurrency}-{number}" for number in range(count)]
     try:
-        wrote = _clocked(concurrency, [lambda name=name: store.put(name, data) for name in names])
-        read = _clocked(concurrency, [lambda name=name: store.read(name) for name in names])
+        wrote = _clocked(concurrency, [partial(store.put, name, data) for name in names])
+        read = _clocked(concurrency, [partial(store.read, name) for name in names])
     finally:
         for name in names:
             with suppress(StorageError):
