@@ -107,8 +107,13 @@ def as_floats(raw: "np.ndarray[Any, Any]", dtype: str) -> "np.ndarray[Any, Any]"
     """
     import numpy as np
 
-    row = dtype_named(dtype)
-    shown = raw.view(row.numpy)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        return _as_floats(raw.view(dtype_named(dtype).numpy), raw, dtype)
+
+
+def _as_floats(shown: "np.ndarray[Any, Any]", raw: "np.ndarray[Any, Any]", dtype: str) -> "np.ndarray[Any, Any]":
+    import numpy as np
+
     if dtype == "bfloat16":
         return (shown.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if dtype in _SMALL_FLOATS or dtype == "float8_e8m0fnu":
@@ -132,8 +137,8 @@ def _table(dtype: str) -> "np.ndarray[Any, Any]":
     num_exponent, num_mantissa, bias = _SMALL_FLOATS[dtype]
     mantissa, exponent = codes & ((1 << num_mantissa) - 1), (codes >> num_mantissa) & ((1 << num_exponent) - 1)
     fraction = np.where(exponent == 0, mantissa, mantissa + (1 << num_mantissa))
-    value = np.ldexp(fraction.astype(np.float64), np.maximum(exponent, 1) - bias - num_mantissa)
-    value = np.where(codes & 128, -value, value)
+    size = np.ldexp(fraction.astype(np.float64), np.maximum(exponent, 1) - bias - num_mantissa)
+    value: np.ndarray[Any, Any] = np.where(codes & 128, -size, size)
     if dtype.endswith("fnuz"):  # no infinities, no negative zero: its place is taken by what is no number
         value[128] = np.nan
     elif dtype == "float8_e4m3fn":

@@ -293,7 +293,7 @@ class _Plan:
         yield from self._value_batches()
         names = iter(self._names.values())
         boxes = (group[0] for group in self._names.values())
-        for batch, buffer in self._content.stream(boxes):
+        for batch, buffer in self._content.stream(boxes, BATCH_BYTES):
             items: list[_Item] = []
             for wanted in batch:
                 address = buffer.address + wanted.at if wanted.num_bytes else 0

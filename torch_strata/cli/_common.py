@@ -43,15 +43,15 @@ FAILED = 2
 _INTERRUPTED = 130
 
 
-def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Exit status 1 for damage alone, 2 for anything else that goes wrong, 130 after Ctrl-C."""
+def guarded(command: Callable[..., None], damage: int = DAMAGED) -> Callable[..., None]:
+    """Exit status `damage` for damage alone, 2 for anything else that goes wrong, 130 after Ctrl-C."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except CorruptionError as error:
-            _fail(error, DAMAGED)
+            _fail(error, damage)
         except StrataError as error:
             _fail(error, FAILED)
         except (click.ClickException, click.exceptions.Exit, click.Abort):

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
 import click
 
 from torch_strata.checkpoint.compare import Comparison, compare
-from torch_strata.cli._common import DIFFERENT, as_json, bar, config_of, guarded, shown, store_options, table
+from torch_strata.cli._common import DIFFERENT, FAILED, as_json, bar, config_of, guarded, shown, store_options, table
 
 __all__ = ["diff_command"]
 
@@ -16,7 +17,7 @@ __all__ = ["diff_command"]
 @click.argument("b")
 @click.option("--json", "wants_json", is_flag=True, help="One JSON object instead of text.")
 @store_options
-@guarded
+@partial(guarded, damage=FAILED)  # 1 says that they differ
 def diff_command(a: str, b: str, wants_json: bool, options: Sequence[str]) -> None:
     """Compare two checkpoints, however they are sharded and whoever wrote them; files of torch.save too.
 

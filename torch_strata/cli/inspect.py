@@ -85,7 +85,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _describe(entry: Any) -> dict[str, Any]:
-    fqn = entry[0].decode("utf-8", "backslashreplace")
+    fqn = entry[0].decode("utf-8", "surrogatepass")
     if not entry[1]:
         return {"fqn": fqn}
     try:
