@@ -1,11 +1,14 @@
 """The command on every store, in a terminal and in a pipe, and without torch."""
 
+import fcntl
 import json
 import os
 import pty
 import select
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -103,6 +106,7 @@ def test_every_command_runs_without_torch(tmp_path):
 def run_in_terminal(*arguments: str) -> tuple[int, str]:
     """Exit status and all that a terminal shows, which is both of its outputs."""
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPOSITORY
     )

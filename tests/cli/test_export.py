@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from tests.checkpoint.states import load, save
 from tests.cli.commands import assert_same, damage_frozen, make_run, state_at, stock_save, strata, strata_json
 from tests.support import run_python
+from torch_strata import StorageConfig, _native
+from torch_strata.checkpoint._store import open_store
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
@@ -91,6 +93,34 @@ def test_sharded_tensors_come_out_whole(tmp_path):
     done = strata("export", "--to", "safetensors", "--key", "model", tmp_path / "run" / "step-2", tmp_path / "hf")
     assert done.exit_code == 0
     assert_same(state_at(2)["model"], load_file(tmp_path / "hf" / "model.safetensors"))
+
+
+def test_a_grid_of_chunks_comes_out_as_the_tensor(tmp_path, monkeypatch):
+    """As a mesh of two axes saves it, each rank its own block."""
+    monkeypatch.setattr("torch_strata.checkpoint.export._BATCH_BYTES", 100)
+    whole = torch.arange(7 * 11 * 2, dtype=torch.float32).reshape(7, 11, 2)
+    store = open_store(tmp_path / "c", StorageConfig())
+    items, boxes = [], []
+    for rows in ((0, 3), (3, 7)):
+        for columns in ((0, 5), (5, 6), (6, 11)):
+            block = whole[slice(*rows), slice(*columns)].contiguous()
+            first = (rows[0], columns[0], 0)
+            place = (b"w", first, len(items), _native.TENSOR, -1, block.data_ptr(), block.nbytes)
+            items.append((*place, "float32", tuple(block.shape), block.stride(), block))
+            boxes.append((first, tuple(block.shape)))
+    base = _native.open_base(store, rank=None)
+    save_id = "0" * 32
+    written = _native.write_items(store, items, rank=0, save_id=save_id, parent=None, transfer=_native.Transfer())
+    chunks = [list(parts) for parts in zip(*boxes, strict=True)]
+    entry = (b"w", True, "float32", (7, 11, 2), None, False, False, 0, "strided", *chunks)
+    names = {"save_id": save_id, "previous_save_id": "", "planner_data": b"", "stock_metadata": None}
+    rest = {"rank": None, "world_size": 1, "generation": 0, "run_root": None, "run": None}
+    _native.commit(store, base, [written], [entry], **names, **rest)
+    assert strata("export", "--to", "torch", tmp_path / "c", tmp_path / "o.pt").exit_code == 0
+    assert_same({"w": whole}, torch.load(tmp_path / "o.pt", weights_only=True))
+    assert strata("diff", tmp_path / "c", tmp_path / "o.pt").exit_code == 0
+    assert strata("copy", tmp_path / "c", tmp_path / "d").exit_code == 0
+    assert strata_json("diff", tmp_path / "c", tmp_path / "d")["num_by_digest"] == 1
 
 
 def test_safetensors_hold_every_dtype_that_they_know(tmp_path):

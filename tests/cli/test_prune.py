@@ -58,8 +58,8 @@ def test_each_policy_keeps_what_it_says(run, policy, kept):
 
 def test_nothing_goes_without_a_yes(run):
     done = strata("prune", run, "--keep-last", 1, input="n\n")
-    assert done.exit_code == 1 and len(folders(run)) == 6
-    assert strata("prune", run, "--keep-last", 1, input="").exit_code == 1 and len(folders(run)) == 6
+    assert done.exit_code == 2 and len(folders(run)) == 6
+    assert strata("prune", run, "--keep-last", 1, input="").exit_code == 2 and len(folders(run)) == 6
     assert strata("prune", run, "--keep-last", 1, input="y\n").exit_code == 0 and len(folders(run)) == 1
 
 

@@ -54,8 +54,11 @@ def guarded(command: Callable[..., None], damage: int = DAMAGED) -> Callable[...
             _fail(error, damage)
         except StrataError as error:
             _fail(error, FAILED)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except (click.ClickException, click.exceptions.Exit):
             raise
+        except click.Abort:  # the answer to a question was no, or none came
+            click.echo("Aborted: nothing was done", err=True)
+            raise SystemExit(FAILED) from None
         except BrokenPipeError:  # whoever read the output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise SystemExit(FAILED) from None

@@ -74,7 +74,7 @@ def copy_command(
     found = look(source, rank, config)
     copied: CopyReport | CopiedRun
     if isinstance(found, Opened):
-        with bar("copy", None) as progress:
+        with bar("copy", sum(size for _, size in found.native.objects())) as progress:
             copied = copy_checkpoint(
                 source, destination, config=config, to_options=to, rank=rank, overwrite=overwrite, progress=progress
             )
