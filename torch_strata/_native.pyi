@@ -355,7 +355,7 @@ class Checkpoint:
     def rows(self, keys: Sequence[tuple[bytes, tuple[int, ...] | None]]) -> list[int]:
         """Row of each `(fqn, offsets)`, one for all names of a payload; -1 where nothing is stored under that key."""
     def digests(self, rows: Sequence[int]) -> list[bytes]:
-        """XXH3-128 of each block of 4 MiB of each payload, one after another, 16 bytes each; empty where none is known."""
+        """XXH3-128 of each block of 4 MiB of each payload, 16 bytes each; empty where none is known."""
     def describe(self, rows: Sequence[int]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
         """`(kind, dtype, shape, strides)` as really stored.
 

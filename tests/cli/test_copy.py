@@ -9,6 +9,7 @@ from tests.checkpoint.states import load, save
 from tests.cli.commands import assert_same, damage_frozen, make_run, state_at, stock_save, strata, strata_json
 from torch_strata import StorageConfig, _native
 from torch_strata.checkpoint._store import open_store
+from torch_strata.checkpoint.run import open_run
 
 STATE = {
     "w": torch.randn(40, 30).t(),
@@ -130,3 +131,35 @@ def test_a_copy_of_nothing_and_to_a_read_only_place_fails_by_name(tmp_path):
     save({"w": torch.ones(3)}, tmp_path / "c")
     done = strata("copy", tmp_path / "c", "http://127.0.0.1:9/x", "--option", "allow_http=true")
     assert done.exit_code == 2 and "Traceback" not in done.output and "Error" in done.stderr
+
+
+def test_what_nobody_may_resume_from_is_passed_over(tmp_path):
+    make_run(str(tmp_path / "run"), tmp_path, steps=4)
+    native = open_run(str(tmp_path / "run"), StorageConfig())
+    native.quarantine("step-2", strata_json("inspect", tmp_path / "run" / "step-2")["save_id"], "a test")
+    native.rollback(3)
+    (tmp_path / "run" / "step-9").mkdir()
+    (tmp_path / "run" / "step-9" / "__0_0.0123.distcp").write_bytes(b"half")
+    done = strata_json("copy", tmp_path / "run", tmp_path / "copy")
+    assert done["copied"] == ["step-1", "step-3"] and set(done["passed_over"]) == {"step-2", "step-4", "step-9"}
+
+
+def test_a_copy_that_came_out_damaged_is_found(tmp_path, monkeypatch):
+    make_run(str(tmp_path / "run"), tmp_path, steps=1)
+    commit = _native.commit
+
+    def then_damage(*args, **kwargs):
+        done = commit(*args, **kwargs)
+        damage_frozen(tmp_path / "copy")
+        return done
+
+    monkeypatch.setattr(_native, "commit", then_damage)
+    done = strata("copy", tmp_path / "run" / "step-1", tmp_path / "copy")
+    assert done.exit_code == 1 and "the copy at" in done.stderr
+
+
+def test_many_values_are_copied_in_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch_strata.checkpoint._content._VALUE_BYTES", 3000)
+    save({f"v{n}": list(range(n)) for n in range(50)} | {"w": torch.ones(2)}, tmp_path / "c")
+    assert strata("copy", tmp_path / "c", tmp_path / "d").exit_code == 0
+    assert strata("diff", tmp_path / "c", tmp_path / "d").exit_code == 0

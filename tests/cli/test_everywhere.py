@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.checkpoint.states import save
-from tests.cli.commands import assert_same, make_run, state_at, strata, strata_json
+from tests.cli.commands import assert_same, flip, make_run, state_at, strata, strata_json
 from tests.packaging.test_import import WITHOUT_TORCH
 from tests.support import REPOSITORY, run_python
 from tests.support.s3 import SECRET
@@ -199,3 +199,14 @@ def test_every_json_output_is_one_value(tmp_path):
         ("import", tmp_path / "o.pt", tmp_path / "imported"),
     ):
         json.loads(strata(*arguments, "--json").stdout)
+
+
+def test_a_failed_export_to_s3_leaves_no_upload(tmp_path, bucket, monkeypatch):
+    monkeypatch.setenv("STRATA_PART_BYTES", str(5 << 20))
+    save({"v": torch.randn(2_000_000), "w": torch.randn(20_000)}, tmp_path / "c")
+    path = max((tmp_path / "c").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    flip(path, path.stat().st_size - 10_000)
+    for form, place in (("torch", "x.pt"), ("safetensors", "hf"), ("dcp", "d")):
+        assert strata("export", "--to", form, tmp_path / "c", bucket.url(place)).exit_code == 1
+    left = {key for key in bucket.sizes() if "/probe-" not in key}
+    assert not left and not bucket.open_uploads()

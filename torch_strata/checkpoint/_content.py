@@ -28,6 +28,8 @@ __all__ = ["BATCH_BYTES", "Buffer", "Content", "Path", "Piece", "Progress", "Ten
 
 # Memory of a batch: large enough that its requests keep a store busy, small beside any training job's.
 BATCH_BYTES = 256 << 20
+# What values are read at a time: most have some hundred bytes, and each has a request of its own.
+_VALUE_BYTES = 16 << 20
 # Where parts of a batch begin: what the core asks of memory for direct I/O is a multiple of a page at best.
 _ALIGN = 64
 
@@ -216,18 +218,27 @@ class Content:
         part = view[tuple(slice(a, a + n) for a, n in zip(first, shared[1], strict=True))]
         buffer.of(wanted)[:] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
-    def value(self, fqn: str) -> bytes:
-        """A pickled value, as torch.save wrote it.
+    def read_values(self, fqns: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+        """Pickled values as torch.save wrote them, in the order of their keys, some megabytes at a time.
 
         Raises:
-            CorruptionError: If the stored bytes are damaged.
+            CorruptionError: If stored bytes are damaged.
             StorageError: If an object cannot be read.
         """
-        found = self.values[fqn]
-        if isinstance(found, bytes):
-            return found
-        (data,), _ = self.native.read([], [found], verify="inplace")
-        return data
+        wanted = list(fqns)
+        stored = {fqn: row for fqn in wanted if isinstance(row := self.values[fqn], int)}
+        sizes = dict(zip(stored, self.native.blob_bytes(list(stored.values())), strict=True))
+        while wanted:
+            held, count = 0, 0
+            while count < len(wanted) and (count == 0 or held + sizes.get(wanted[count], 0) <= _VALUE_BYTES):
+                held += sizes.get(wanted[count], 0)
+                count += 1
+            batch, wanted = wanted[:count], wanted[count:]
+            rows = [stored[fqn] for fqn in batch if fqn in stored]
+            read = iter(self.native.read([], rows, verify="inplace")[0])
+            for fqn in batch:
+                found = self.values[fqn]
+                yield fqn, found if isinstance(found, bytes) else next(read)
 
 
 def _batches(boxes: Iterable[tuple[Tensor, Box]], max_bytes: int) -> Iterator[list[Wanted]]:

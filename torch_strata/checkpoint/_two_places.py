@@ -37,10 +37,8 @@ class TwoPlaces:
             ConfigError: If a setting is of the wrong type.
         """
         settings = resolve_config(config, storage_options)
-        if to_options is None:
-            second = settings
-        else:
-            second = resolve_config(replace(settings, storage_options={}), to_options)
+        own = replace(settings, storage_options={})
+        second = settings if to_options is None else resolve_config(own, to_options)
         return cls(source=_for(source, settings), destination=_for(destination, second))
 
 

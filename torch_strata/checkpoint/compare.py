@@ -115,7 +115,8 @@ def compare_contents(first: Content, second: Content, progress: Progress | None 
             done(0 if tensor.framed else tensor.num_bytes)
     left = [tensor for tensor in tensors if tensor.fqn not in known]
     changed = tuple(_changes(first, second, left, done))
-    changed_values = tuple(fqn for fqn in values if not _same_value(first, second, fqn))
+    pairs = zip(first.read_values(values), second.read_values(values), strict=True)
+    changed_values = tuple(fqn for (fqn, a), (_, b) in pairs if not _same_value(first, second, a, b))
     return Comparison(
         only_a=tuple(fqn for fqn in first.order if fqn not in shared),
         only_b=tuple(fqn for fqn in second.order if fqn not in first.tensors and fqn not in first.values),
@@ -225,14 +226,12 @@ def _squares(values: "np.ndarray[Any, Any]") -> float:
         return float(np.vdot(values, values).real)
 
 
-def _same_value(first: Content, second: Content, fqn: str) -> bool:
+def _same_value(first: Content, second: Content, a: bytes, b: bytes) -> bool:
     """By its bytes; where torch wrote other ones for it, by what they say."""
-    data = [content.value(fqn) for content in (first, second)]
-    if data[0] == data[1]:
+    if a == b:
         return True
     try:
-        pickles = [dump(load_value(one, content.where)) for one, content in zip(data, (first, second), strict=True)]
+        (left, of_left), (right, of_right) = dump(load_value(a, first.where)), dump(load_value(b, second.where))
     except CheckpointError:
         return False  # of a class that is not known here: equal only if its bytes are
-    (a, storages_a), (b, storages_b) = pickles
-    return a == b and [s.source for s in storages_a] == [s.source for s in storages_b]
+    return left == right and [storage.source for storage in of_left] == [storage.source for storage in of_right]

@@ -269,20 +269,25 @@ class _Plan:
 
     def __init__(self, content: Content) -> None:
         self._content = content
-        self._parts: dict[str, list[Box]] = {}
+        # Of each tensor, with the number of each.
+        self._parts: dict[str, dict[Box, int]] = {}
         # Names of equal memory stand together, so that it is written once.
         self._names: dict[tuple[Any, ...], list[tuple[Tensor, Box]]] = {}
         self._framed: list[tuple[Tensor, Piece]] = []
         for tensor, piece in self._pieces():
             if tensor.framed:
                 self._framed.append((tensor, piece))
-                self._parts.setdefault(tensor.fqn, []).append((piece.offsets, piece.shape))
+                self._add_part(tensor, (piece.offsets, piece.shape))
                 continue
             for first, lengths in parts_of(piece.shape, BATCH_BYTES // tensor.layout.num_bytes):
                 box = tuple(a + b for a, b in zip(piece.offsets, first, strict=True)), lengths
                 key = (piece.row, piece.gathered, first, lengths)
                 self._names.setdefault(key, []).append((tensor, box))
-                self._parts.setdefault(tensor.fqn, []).append(box)
+                self._add_part(tensor, box)
+
+    def _add_part(self, tensor: Tensor, box: Box) -> None:
+        parts = self._parts.setdefault(tensor.fqn, {})
+        parts[box] = len(parts)
 
     def _pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         pairs = [(tensor, piece) for tensor in self._content.tensors.values() for piece in tensor.pieces]
@@ -317,8 +322,8 @@ class _Plan:
         yield items, held
 
     def _values(self) -> Iterable[_Item]:
-        for fqn in self._content.values:
-            name, data = fqn.encode("utf-8", "surrogatepass"), self._content.value(fqn)
+        for fqn, data in self._content.read_values(self._content.values):
+            name = fqn.encode("utf-8", "surrogatepass")
             yield (name, None, -1, _native.BYTES, -1, 0, 0, "", (), (), data)
         for tensor, piece in self._framed:
             (data,), _ = self._content.native.read([], [piece.row], verify="inplace")
@@ -328,7 +333,7 @@ class _Plan:
             yield (*place, _native.TORCH_SAVE, -1, 0, 0, tensor.entry[2], shape, contiguous(shape), data)
 
     def _index(self, tensor: Tensor, box: Box) -> int:
-        return self._parts[tensor.fqn].index(box)
+        return self._parts[tensor.fqn][box]
 
     def entries(self) -> "list[TensorEntry]":
         """What the index says of the keys, in the state's order."""

@@ -266,10 +266,11 @@ def _nested(content: Content, chosen: Sequence[_Chosen]) -> dict[str, Any]:
     """The state with tensors as references: what torch.save would have been given."""
     storages: dict[tuple[Any, ...], Storage] = {}
     root: dict[str, Any] = {}
+    values = content.read_values(item.fqn for item in chosen if item.fqn not in content.tensors)
     for item in chosen:
         tensor = content.tensors.get(item.fqn)
         if tensor is None:
-            value = load_value(content.value(item.fqn), f"{content.where}: {item.fqn!r:.200}")
+            value = load_value(next(values)[1], f"{content.where}: {item.fqn!r:.200}")
         else:
             value = _reference(content, tensor, storages)
         _set(root, item, value, content.where)
