@@ -100,3 +100,17 @@ def test_damage_and_absence_are_no_difference(tmp_path):
     done = strata("diff", tmp_path / "other", tmp_path / "run" / "step-1")
     assert done.exit_code == 2 and "ChecksumError" in done.stderr
     assert strata("diff", tmp_path / "other", tmp_path / "nowhere").exit_code == 2
+
+
+def test_a_change_in_one_part_is_measured_against_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch_strata.checkpoint.compare._BATCH_BYTES", 1000)
+    monkeypatch.setattr("torch_strata.checkpoint.compare._AT_ONCE", 100)
+    before = torch.randn(40, 50)
+    after = before.clone()
+    after[37, 3] += 1
+    save({"w": before, "same": torch.ones(3000)}, tmp_path / "a")
+    save({"w": after, "same": torch.ones(3000)}, tmp_path / "b")
+    (change,) = strata_json("diff", tmp_path / "a", tmp_path / "b")["changed"]
+    assert change["changed_fraction"] == 1 / 2000
+    assert [change["norm_a"], change["norm_b"]] == pytest.approx([float(t.double().norm()) for t in (before, after)])
+    assert change["norm_of_difference"] == pytest.approx(float((after.double() - before.double()).norm()))

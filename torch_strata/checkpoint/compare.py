@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_strata.checkpoint._boxes import Box
 from torch_strata.checkpoint._content import Content, Progress, Tensor
 from torch_strata.checkpoint._dtypes import as_floats, dtype_named
 from torch_strata.checkpoint._torch_file import load_value
@@ -172,21 +173,31 @@ class _Sums:
 
 def _changes(first: Content, second: Content, tensors: list[Tensor], done: Progress) -> list[TensorChange]:
     sums: dict[str, _Sums] = {}
-    plain = [tensor for tensor in tensors if not tensor.framed]
     for tensor in tensors:
         if tensor.framed:
             raise CheckpointError(
                 f"{first.where}: {tensor.fqn!r:.200} can only be compared by torch, which wrote it whole"
             )
-    others = [second.tensors[tensor.fqn] for tensor in plain]
+    others = [second.tensors[tensor.fqn] for tensor in tensors]
     streams = [
         content.stream(content.boxes(wanted, _BATCH_BYTES), _BATCH_BYTES)
-        for content, wanted in ((first, plain), (second, others))
+        for content, wanted in ((first, tensors), (second, others))
     ]
+    # Parts that are the same: only for the norms of a tensor that changed elsewhere are they looked at again.
+    same: list[tuple[Tensor, Box]] = []
     for (batch, buffer), (_, other) in zip(*streams, strict=True):
         for wanted in batch:
-            _add(sums.setdefault(wanted.tensor.fqn, _Sums()), buffer.of(wanted), other.of(wanted), wanted.tensor.dtype)
+            found = sums.setdefault(wanted.tensor.fqn, _Sums())
+            left, right = buffer.of(wanted), other.of(wanted)
+            if np.array_equal(left, right):
+                same.append((wanted.tensor, wanted.box))
+            else:
+                _add(found, left, right, wanted.tensor.dtype)
             done(wanted.num_bytes)
+    again = [(tensor, box) for tensor, box in same if sums[tensor.fqn].changed]
+    for batch, buffer in first.stream(again, _BATCH_BYTES):
+        for wanted in batch:
+            _add(sums[wanted.tensor.fqn], buffer.of(wanted), buffer.of(wanted), wanted.tensor.dtype)
     return [
         TensorChange(
             fqn=tensor.fqn,
@@ -196,7 +207,7 @@ def _changes(first: Content, second: Content, tensors: list[Tensor], done: Progr
             norm_of_difference=math.sqrt(found.difference),
             largest_difference=found.largest,
         )
-        for tensor in plain
+        for tensor in tensors
         if (found := sums[tensor.fqn]).changed
     ]
 
