@@ -163,3 +163,17 @@ def test_many_values_are_copied_in_batches(tmp_path, monkeypatch):
     save({f"v{n}": list(range(n)) for n in range(50)} | {"w": torch.ones(2)}, tmp_path / "c")
     assert strata("copy", tmp_path / "c", tmp_path / "d").exit_code == 0
     assert strata("diff", tmp_path / "c", tmp_path / "d").exit_code == 0
+
+
+def test_a_tensor_that_only_torch_can_read_is_copied_as_it_is(tmp_path):
+    quantized = torch.quantize_per_tensor(torch.arange(8.0), 0.5, 0, torch.quint8)
+    save({"q": quantized, "w": torch.ones(2)}, tmp_path / "c")
+    assert strata("copy", tmp_path / "c", tmp_path / "d").exit_code == 0
+    found = {"q": torch.quantize_per_tensor(torch.zeros(8), 0.5, 0, torch.quint8), "w": torch.zeros(2)}
+    load(found, tmp_path / "d")
+    assert torch.equal(found["q"].int_repr(), quantized.int_repr()) and found["w"].sum() == 2
+    assert strata("diff", tmp_path / "c", tmp_path / "d").exit_code == 0
+    assert strata("inspect", tmp_path / "d").exit_code == 0
+    for form in ("torch", "safetensors"):
+        done = strata("export", "--to", form, tmp_path / "c", tmp_path / f"x-{form}")
+        assert done.exit_code == 2 and "'q'" in done.stderr and "Traceback" not in done.output

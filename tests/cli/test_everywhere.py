@@ -18,7 +18,7 @@ from tests.checkpoint.states import save
 from tests.cli.commands import assert_same, flip, make_run, state_at, strata, strata_json
 from tests.packaging.test_import import WITHOUT_TORCH
 from tests.support import REPOSITORY, run_python
-from tests.support.s3 import SECRET
+from tests.support.s3 import SECRET, options
 
 COMMAND = WITHOUT_TORCH + "from torch_strata.cli import main\nsys.argv = ['strata', *sys.argv[1:]]\nmain()"
 
@@ -210,3 +210,19 @@ def test_a_failed_export_to_s3_leaves_no_upload(tmp_path, bucket, monkeypatch):
         assert strata("export", "--to", form, tmp_path / "c", bucket.url(place)).exit_code == 1
     left = {key for key in bucket.sizes() if "/probe-" not in key}
     assert not left and not bucket.open_uploads()
+
+
+def test_settings_of_two_stores_are_kept_apart(tmp_path, bucket, monkeypatch):
+    given = options(bucket.endpoint)
+    for name in [name for name in os.environ if name.startswith("AWS_") and "CONFIG" not in name]:
+        monkeypatch.delenv(name)
+    save({"w": torch.ones(300)}, tmp_path / "c")
+    own = [part for pair in given.items() for part in ("--option", "=".join(pair))]
+    other = [part for pair in given.items() for part in ("--to-option", "=".join(pair))]
+    done = strata("copy", tmp_path / "c", bucket.url("a"), *own)
+    assert done.exit_code == 0, done.output
+    assert strata("copy", tmp_path / "c", bucket.url("b"), *other).exit_code == 0
+    assert strata("copy", bucket.url("a"), bucket.url("c"), *own).exit_code == 0
+    assert strata("copy", bucket.url("a"), bucket.url("d"), *own, "--to-option", "endpoint=x").exit_code == 2
+    assert strata("export", "--to", "torch", bucket.url("b"), tmp_path / "o.pt", *own).exit_code == 0
+    assert strata("diff", bucket.url("c"), tmp_path / "o.pt", *own).exit_code == 0

@@ -70,8 +70,8 @@ def copy_command(
     call goes on where the first one ended. The commit comes last: a copy that ends early leaves nothing that opens.
     """
     config, to = config_of(options), _to(to_options)
-    to_config = TwoPlaces.of(source, destination, config, None, to).destination
-    found = look(source, rank, config)
+    both = TwoPlaces.of(source, destination, config, None, to)
+    found = look(source, rank, both.source)
     copied: CopyReport | CopiedRun
     if isinstance(found, Opened):
         with bar("copy", sum(size for _, size in found.native.objects())) as progress:
@@ -86,7 +86,7 @@ def copy_command(
             copied = copy_run(source, destination, config=config, to_options=to, progress=progress)
         places = [f"{destination.rstrip('/')}/{folder}" for folder in copied.copied]
     for place in () if no_verify else places:
-        _verify(place, to_config)
+        _verify(place, both.destination)
     if wants_json:
         click.echo(as_json(asdict(copied)))
     elif isinstance(copied, CopyReport):
