@@ -16,6 +16,7 @@ import numpy as np
 from torch_strata import _native
 from torch_strata.checkpoint._boxes import Box, contiguous, overlap, parts_of
 from torch_strata.checkpoint._dtypes import Dtype, dtype_named
+from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._planner_data import decode_planner_data
 from torch_strata.checkpoint._tiling import tiling_fault
@@ -264,6 +265,7 @@ def _placed(piece: Piece, wanted: Wanted, shared: Box, buffer: Buffer) -> tuple[
     return tuple(a - b for a, b in zip(shared[0], piece.offsets, strict=True)), shared[1], -1, address, strides
 
 
+@gc_paused()
 def content_of(opened: Opened) -> Content:
     """What an open checkpoint holds.
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch_strata import _native
 from torch_strata.checkpoint._content import Content, Path, Piece, Tensor
 from torch_strata.checkpoint._dtypes import dtype_named
+from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._torch_pickle import Storage, TensorRef, dump, load
 from torch_strata.checkpoint._torch_zip import TorchZip
 from torch_strata.errors import CheckpointError, CorruptionError
@@ -128,6 +129,7 @@ def save_value(value: Any) -> bytes:
     return bytes(out)
 
 
+@gc_paused()
 def open_torch_file(store: _native.Store, name: str, where: str) -> Content:
     """The state in a file that torch.save wrote; a tensor is read when it is wanted.
 
@@ -229,18 +231,35 @@ def _tensors_in(value: Any, where: str) -> Iterator[TensorRef]:
 
 def _starts(store: _native.Store, name: str, archive: _Archive, storages: set[Storage]) -> dict[Storage, int]:
     """Where the bytes of each storage begin in the file: behind a header whose length only itself says."""
+    ordered = sorted(storages, key=lambda storage: archive.record(storage).header_offset)
+    # Headers that stand close together are read at once: those of a thousand small tensors.
+    runs: list[list[Storage]] = []
+    first = -_READ_AHEAD
+    for storage in ordered:
+        at = archive.record(storage).header_offset
+        if at + _LOCAL_BYTES > first + _READ_AHEAD:
+            runs.append([])
+            first = at
+        runs[-1].append(storage)
 
-    def start(storage: Storage) -> int:
-        info = archive.record(storage)
-        header = store.read_range(name, info.header_offset, info.header_offset + _LOCAL_BYTES)
-        if header[:4] != _MAGIC:
-            raise CorruptionError(f"{archive.where}: no header of the storage {storage.key!r:.100} where one should be")
-        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        return info.header_offset + _LOCAL_BYTES + lengths
+    def starts_of(run: list[Storage]) -> list[int]:
+        places = [archive.record(storage).header_offset for storage in run]
+        data = store.read_range(name, places[0], places[-1] + _LOCAL_BYTES)
+        return [
+            place + _header_bytes(archive, data[place - places[0] : place - places[0] + _LOCAL_BYTES])
+            for place in places
+        ]
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        ordered = list(storages)
-        return dict(zip(ordered, pool.map(start, ordered), strict=True))
+        found = [start for starts in pool.map(starts_of, runs) for start in starts]
+    return dict(zip(ordered, found, strict=True))
+
+
+def _header_bytes(archive: _Archive, header: bytes) -> int:
+    if header[:4] != _MAGIC:
+        raise CorruptionError(f"{archive.where}: no header of a storage where one should be")
+    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return _LOCAL_BYTES + lengths
 
 
 def _plain(fqn: str, leaf: TensorRef, name: str, starts: Mapping[Storage, int]) -> tuple[Any, ...]:

@@ -119,7 +119,7 @@ def compare_contents(first: Content, second: Content, progress: Progress | None 
     pairs = zip(first.read_values(values), second.read_values(values), strict=True)
     changed_values = tuple(fqn for (fqn, a), (_, b) in pairs if not _same_value(first, second, a, b))
     return Comparison(
-        only_a=tuple(fqn for fqn in first.order if fqn not in shared),
+        only_a=tuple(fqn for fqn in first.order if fqn not in second.tensors and fqn not in second.values),
         only_b=tuple(fqn for fqn in second.order if fqn not in first.tensors and fqn not in first.values),
         unlike=unlike,
         changed=changed,

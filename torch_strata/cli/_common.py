@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import click
 from tqdm import tqdm
 
+from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CorruptionError, StrataError
 
@@ -49,7 +50,8 @@ def guarded(command: Callable[..., None], damage: int = DAMAGED) -> Callable[...
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with gc_paused():  # a large index is a million objects, which the collector would look at again and again
+                command(*args, **kwargs)
         except CorruptionError as error:
             _fail(error, damage)
         except StrataError as error:
