@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_strata.checkpoint.async_save import async_save
+    from torch_strata.checkpoint.compare import Comparison, compare
+    from torch_strata.checkpoint.copy_run import CopiedRun, copy_run
+    from torch_strata.checkpoint.copying import CopyReport, copy_checkpoint, import_checkpoint
+    from torch_strata.checkpoint.export import ExportReport, export_safetensors, export_torch
     from torch_strata.checkpoint.handle import SaveHandle, SaveProgress
     from torch_strata.checkpoint.install import install, uninstall
     from torch_strata.checkpoint.planner import StrataLoadPlanner
@@ -44,10 +48,14 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "ChecksumError",
+    "Comparison",
     "ConfigError",
     "CoordinationError",
     "CoordinatorTimeoutError",
+    "CopiedRun",
+    "CopyReport",
     "CorruptionError",
+    "ExportReport",
     "ForkedProcessError",
     "LayoutMismatchError",
     "ManifestError",
@@ -70,12 +78,22 @@ __all__ = [
     "StrataWriter",
     "VerifyReport",
     "async_save",
+    "compare",
+    "copy_checkpoint",
+    "copy_run",
+    "export_safetensors",
+    "export_torch",
+    "import_checkpoint",
     "install",
     "uninstall",
     "verify",
 ]
 
 _HOMES = {
+    "Comparison": "checkpoint.compare",
+    "CopiedRun": "checkpoint.copy_run",
+    "CopyReport": "checkpoint.copying",
+    "ExportReport": "checkpoint.export",
     "ReadStats": "checkpoint.reader",
     "SaveHandle": "checkpoint.handle",
     "SaveProgress": "checkpoint.handle",
@@ -88,6 +106,12 @@ _HOMES = {
     "StrataWriter": "checkpoint.writer",
     "VerifyReport": "checkpoint.verify",
     "async_save": "checkpoint.async_save",
+    "compare": "checkpoint.compare",
+    "copy_checkpoint": "checkpoint.copying",
+    "copy_run": "checkpoint.copy_run",
+    "export_safetensors": "checkpoint.export",
+    "export_torch": "checkpoint.export",
+    "import_checkpoint": "checkpoint.copying",
     "install": "checkpoint.install",
     "uninstall": "checkpoint.install",
     "verify": "checkpoint.verify",

@@ -8,7 +8,8 @@ pickled value inside an object. A *row* is an item's position in the open checkp
 from collections.abc import Sequence
 from typing import Any, final
 
-from torch_strata._types import EntryColumns, StockParts
+from torch_strata._native_run import Parent, Run, run_folder
+from torch_strata._types import EntryColumns, RunInfo, StockParts
 
 __all__ = [
     "BYTES",
@@ -20,8 +21,10 @@ __all__ = [
     "CommitStats",
     "Copy",
     "PageLock",
+    "Parent",
     "ReadStats",
     "Round",
+    "Run",
     "Store",
     "Together",
     "Transfer",
@@ -35,6 +38,7 @@ __all__ = [
     "populate",
     "record_objects",
     "release_ended",
+    "run_folder",
     "start_copy",
     "write_items",
 ]
@@ -100,7 +104,7 @@ class Upload:
     @property
     def part_bytes(self) -> int:
         """Size of each part but the last, in bytes."""
-    def write_part(self, index: int, data: bytes) -> None: ...
+    def write_part(self, index: int, data: bytes | bytearray) -> None: ...
     def finish(self) -> None:
         """Make it durable and visible; all parts have been written."""
     def abort(self) -> None:
@@ -171,14 +175,15 @@ def write_items(
     *,
     rank: int,
     save_id: str,
+    parent: Parent | None,
     transfer: Transfer,
 ) -> bytes:
     """Write one rank's items into new objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns.
 
     Items with the same memory, dtype and geometry are written once. Memory of a device is copied part by part through
-    page-locked buffers; nobody may be writing to it any more. Returns the rank's record (opaque), which
-    the planning rank hands to `commit`. On any failure nothing of this save stays; of one that was cancelled, objects
-    that were complete.
+    page-locked buffers; nobody may be writing to it any more. A tensor that `parent` holds is referred to, not written:
+    known by its digests, whatever it is called. Returns the rank's record (opaque), which the planning rank hands to
+    `commit`. On any failure nothing of this save stays; of one that was cancelled, objects that were complete.
 
     Raises:
         CheckpointError: If it was cancelled, or a device failed.
@@ -195,6 +200,7 @@ class CommitStats:
     num_objects: int
     num_items: int
     payload_bytes: int
+    referred_bytes: int
     collected: int
     warnings: list[str]
 
@@ -205,20 +211,22 @@ def commit(
     entries: EntryColumns,
     *,
     planner_data: bytes,
-    stock: StockParts,
+    stock: StockParts | None,
     save_id: str,
     previous_save_id: str,
     rank: int | None,
     world_size: int,
     generation: int,
     run_root: Store | None,
+    run: RunInfo | None,
 ) -> CommitStats:
     """Check every object from here, publish the manifest, then `.metadata`, then collect what is superseded.
 
     A failure after the manifest is a warning, except over a foreign `.metadata` without a save_id.
 
     `records`: emptied once they have been read. `planner_data`: opaque to Rust (first byte says the encoding).
-    `previous_save_id`: of the `.metadata` that is there now, "" if none. `generation`: 0 without a run root.
+    `stock`: None if stock cannot read what is saved. `previous_save_id`: of the `.metadata` that is there now, "" if
+    none. `generation`: 0 without a run root. `run`: where in a run the checkpoint stands, if a manager saves it.
 
     Raises:
         CheckpointError: If an item that `entries` promises is in no record, or twice.
@@ -324,6 +332,12 @@ class Checkpoint:
     @property
     def world_size(self) -> int: ...
     @property
+    def created_at(self) -> int:
+        """When it was committed, in seconds since 1970 by the planning rank's clock; 0 if that is not known."""
+    @property
+    def run(self) -> RunInfo | None:
+        """Where in a run it stands, if a manager saved it."""
+    @property
     def warnings(self) -> list[str]: ...
     @property
     def planner_data(self) -> bytes: ...
@@ -340,6 +354,8 @@ class Checkpoint:
         Raises:
             ManifestError: With `reason`, if there is no manifest, or stock may have saved after it.
         """
+    def digests(self, rows: Sequence[int]) -> list[bytes]:
+        """XXH3-128 of each block of 4 MiB of each payload, 16 bytes each; empty where none is known."""
     def locate(
         self,
         fqns: Sequence[bytes],

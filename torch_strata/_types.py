@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["EntryColumns", "StockParts", "TensorEntry"]
+__all__ = ["EntryColumns", "RunInfo", "StockParts", "TensorEntry"]
 
 TensorEntry = tuple[
     bytes,  # fqn
@@ -48,3 +48,12 @@ StockParts = tuple[
     bool,  # whether this torch's TensorProperties have strides
 ]
 """What of a `.metadata` only its writer knows."""
+
+RunInfo = tuple[
+    int,  # step
+    int,  # epoch
+    str,  # type, "full"
+    dict[str, str],  # the user's metadata
+    dict[str, float],  # the user's metrics
+]
+"""What a manager says of a checkpoint of its run."""

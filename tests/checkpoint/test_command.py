@@ -90,7 +90,7 @@ def test_a_check_that_breaks_off_does_not_look_like_damage(tmp_path, monkeypatch
     def breaks_off(*args, **kwargs):
         raise error("on the way")
 
-    monkeypatch.setattr("torch_strata.cli.verify", breaks_off)
+    monkeypatch.setattr("torch_strata.cli.verify.verify", breaks_off)
     assert strata("verify", tmp_path).exit_code == status
 
 

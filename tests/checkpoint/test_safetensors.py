@@ -461,7 +461,7 @@ def test_the_command_looks_at_such_a_directory_without_torch(tmp_path):
     lines = run_python(LOOK, str(tmp_path / "c")).splitlines()
     assert lines[-1] == "False"
     assert [line for line in lines if line[:2] in ("1 ", "2 ")] == []
-    assert "  'layer.0.w': bfloat16 [6, 5]" in lines
+    assert "  'layer.0.w': bfloat16 [6, 5], 60 B" in lines
     report = verify(tmp_path / "c")
     assert report.is_sound and report.objects == 3 and report.blocks == 0
     assert report.unverified_bytes == sum(value.nbytes for value in state.values())

@@ -7,7 +7,8 @@ import torch
 
 from torch_strata.checkpoint._columns import SHARD, Builder
 from torch_strata.checkpoint._lazy_state import Chunks
-from torch_strata.checkpoint._tiling import tiling_fault, untiled
+from torch_strata.checkpoint._tiling import tiling_fault
+from torch_strata.checkpoint._untiled import untiled
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

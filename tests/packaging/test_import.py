@@ -66,7 +66,10 @@ def test_import_sets_up_no_logger() -> None:
     assert printed.strip() == "[]"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"], ["ls", "--help"], ["inspect", "--help"]])
+COMMANDS = ("ls", "inspect", "verify", "diff", "prune", "copy", "import", "export", "bench")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
 def test_the_command_runs_without_torch(arguments: list[str]) -> None:
     code = WITHOUT_TORCH + "from torch_strata.cli import main\nsys.argv = ['strata', *sys.argv[1:]]\nmain()"
     assert "Usage: strata" in run_python(code, *arguments)

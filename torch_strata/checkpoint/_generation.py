@@ -1,4 +1,7 @@
-"""Which generation of a run root this process holds: its right to commit there. Imports no torch."""
+"""Generations of a run root: which this process holds, its right to commit there, and which is the newest.
+
+Imports no torch.
+"""
 
 import os
 import threading
@@ -7,8 +10,12 @@ import uuid
 from torch_strata import _native
 from torch_strata.checkpoint._store import open_store
 from torch_strata.config import StorageConfig
+from torch_strata.errors import ObjectNotFoundError
 
-__all__ = ["claimed", "generation_of", "take_over"]
+__all__ = ["claimed", "generation_of", "newest_generation", "take_over"]
+
+# Create-only records whose names are numbers, see native/strata-checkpoint/src/base.rs.
+_FOLDER = ".strata/generations/"
 
 # One claim a process and run root: a second one would fence off our own writers that are still saving.
 _claimed: dict[tuple[int, str], int] = {}
@@ -28,6 +35,19 @@ def generation_of(run_root: str | os.PathLike[str], config: StorageConfig) -> in
         if key not in _claimed:
             _claimed[key] = _native.claim_generation(open_store(run_root, config), owner=uuid.uuid4().hex)
         return _claimed[key]
+
+
+def newest_generation(root: _native.Store) -> int:
+    """The highest generation that was claimed below `root`, by whomever; 0 if none was.
+
+    Raises:
+        StorageError: If the root cannot be listed.
+    """
+    try:
+        names = [name.removeprefix(_FOLDER) for name, _ in root.list(_FOLDER)]
+    except ObjectNotFoundError:
+        return 0
+    return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0)
 
 
 def claimed(run_root: str | os.PathLike[str] | None) -> int | None:

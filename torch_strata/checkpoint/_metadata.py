@@ -1,5 +1,6 @@
 """Between DCP's `Metadata` and the plain entries that the Rust core keeps in a manifest."""
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping
@@ -21,15 +22,16 @@ from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._lazy_state import Chunks, LazyState, PlannedMetadata
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._planner_data import decode_planner_data
-from torch_strata.checkpoint._stock_pickle import RECORDS_STRIDES
-from torch_strata.checkpoint._tiling import tiling_fault, untiled
+from torch_strata.checkpoint._stock_pickle import DCP_VERSION
+from torch_strata.checkpoint._tiling import tiling_fault
+from torch_strata.checkpoint._untiled import untiled
 from torch_strata.errors import CheckpointError, CorruptionError
 
 if TYPE_CHECKING:
     from torch_strata._types import EntryColumns, TensorEntry
 
 __all__ = [
-    "DCP_VERSION",
+    "RECORDS_STRIDES",
     "dtype_name",
     "dtype_of",
     "encode_fqn",
@@ -37,11 +39,11 @@ __all__ = [
     "read_metadata",
 ]
 
-# What FileSystemWriter writes; stock readers compare nothing else.
-DCP_VERSION = "1.0.0"
 # DCP's own numbering, `_MEM_FORMAT_ENCODING`.
 _MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.preserve_format: 2}
 _MEMORY_FORMAT_OF = {number: value for value, number in _MEMORY_FORMATS.items()}
+# torch 2.14 and older record none.
+RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
 
 
 def encode_fqn(fqn: Any) -> bytes:

@@ -3,21 +3,21 @@
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_strata import _native
+from torch_strata.checkpoint._entries import unpack_entries
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._safetensors import open_safetensors
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.errors import CheckpointNotFoundError, CorruptionError, ObjectNotFoundError
 
 if TYPE_CHECKING:
-    from torch_strata._types import EntryColumns, TensorEntry
+    from torch_strata._types import TensorEntry
 
-__all__ = ["Opened", "metadata_name", "open_checkpoint"]
+__all__ = ["Opened", "metadata_name", "open_checkpoint", "opened_safetensors"]
 
 _STOCK_RANK_INDEX = re.compile(r"__\d+\.metadata")
 
@@ -57,7 +57,7 @@ class Opened:
         if self.written_by != "torch_strata":
             return self.foreign_entries
         with gc_paused():
-            return list(_entries(self.native.entries()))
+            return list(unpack_entries(self.native.entries()))
 
     def same_as(self, other: "Opened") -> bool:
         """Whether nothing was saved between the two openings."""
@@ -92,10 +92,7 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
         if found is None:
             _check_no_rank_saved(store, where, rank)
             raise
-        native, entries = found
-        # Names with dots are names: each key is its own path.
-        flat = {name: (name,) for name in (entry[0].decode("utf-8", "surrogatepass") for entry in entries)}
-        return Opened(native=native, where=where, foreign_entries=entries, foreign_planner_data=flat, save_id="")
+        return opened_safetensors(*found, where)
     if not native.is_stock:
         return _ours(native, where)
     data = native.stock_metadata
@@ -122,6 +119,13 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
     )
 
 
+def opened_safetensors(native: _native.Checkpoint, entries: "Sequence[TensorEntry]", where: str) -> Opened:
+    """Tensors of safetensors files that were found."""
+    # Names with dots are names: each key is its own path.
+    flat = {name: (name,) for name in (entry[0].decode("utf-8", "surrogatepass") for entry in entries)}
+    return Opened(native=native, where=where, foreign_entries=entries, foreign_planner_data=flat, save_id="")
+
+
 def _check_no_rank_saved(store: _native.Store, where: str, rank: int | None) -> None:
     """What stock's ranks saved on their own has no index of the whole."""
     try:
@@ -137,22 +141,3 @@ def _check_no_rank_saved(store: _native.Store, where: str, rank: int | None) -> 
 
 def _ours(native: _native.Checkpoint, where: str) -> Opened:
     return Opened(native=native, where=where, save_id=native.save_id)
-
-
-def _entries(columns: "EntryColumns") -> "Iterator[TensorEntry]":
-    names, table, numbers = columns
-    templates, num_dims, sizes, strides, first_chunks, first_dims, offsets, lengths = (
-        memoryview(column).cast(code).tolist() for code, column in numbers
-    )
-    at = 0
-    for row, name in enumerate(names):
-        dims = slice(at, at + num_dims[row])
-        at = dims.stop
-        if templates[row] < 0:
-            yield (name, False, "", (), None, False, False, 0, "", [], [])
-            continue
-        dtype, grad, pin, encoding, layout, has_strides = table[templates[row]]
-        chunks = [slice(*ends) for ends in pairwise(first_dims[first_chunks[row] : first_chunks[row + 1] + 1])]
-        known = tuple(strides[dims]) if has_strides else None
-        places = [tuple(offsets[chunk]) for chunk in chunks], [tuple(lengths[chunk]) for chunk in chunks]
-        yield (name, True, dtype, tuple(sizes[dims]), known, grad, pin, encoding, layout, *places)

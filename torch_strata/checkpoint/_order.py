@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch_strata import _native
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch_strata._types import RunInfo
 
 __all__ = ["SaveOrder", "check_step", "make_order"]
 
@@ -36,7 +39,7 @@ class SaveOrder:
         """Its folder's name below the run's root."""
         return _native.run_folder(self.step, self.checkpoint_type.value)
 
-    def as_native(self) -> tuple[Any, ...]:
+    def as_native(self) -> "RunInfo":
         """As `_native.commit` takes it."""
         return self.step, self.epoch, self.checkpoint_type.value, dict(self.metadata), dict(self.metrics)
 

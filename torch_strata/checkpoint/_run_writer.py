@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -15,6 +15,9 @@ from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.checkpoint.writer import StrataWriter
 from torch_strata.config import StorageConfig
 from torch_strata.errors import StrataError
+
+if TYPE_CHECKING:
+    from torch_strata._types import RunInfo
 
 __all__ = ["RunWriter", "retain"]
 
@@ -48,9 +51,9 @@ class RunWriter(StrataWriter):
         if self._commits:
             order = self._order
             newest = self._run.check_new(order.step, order.checkpoint_type.value, overwrite=order.overwrite)
+            is_incremental = order.checkpoint_type is CheckpointType.INCREMENTAL
             # What it replaces goes: it cannot refer to that.
-            is_before = newest is not None and newest != order.step
-            if is_before and order.checkpoint_type is CheckpointType.INCREMENTAL:
+            if is_incremental and newest is not None and newest != order.step:
                 self._parent = _native.run_folder(newest, CheckpointType.FULL.value)
         prepared = super().prepare_local_plan(plan)
         if self._commits:
@@ -75,7 +78,7 @@ class RunWriter(StrataWriter):
             _logger.warning("%s: %s: %s; everything is written", self.checkpoint_id, type(error).__name__, error)
             return None
 
-    def _run_info(self) -> tuple[Any, ...]:
+    def _run_info(self) -> "RunInfo":
         return self._order.as_native()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "PlainTensor",
     "holds_safetensors",
     "open_safetensors",
+    "open_safetensors_file",
     "parse_header",
     "parse_index",
     "unread_files",
@@ -121,7 +122,23 @@ def open_safetensors(store: _native.Store, where: str) -> "tuple[_native.Checkpo
     with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
         headers = pool.map(lambda name: _read_header(store, name, _size(store, name, listed, where), where), names)
         tensors_in = dict(zip(names, headers, strict=True))
-    chosen = _all_of(tensors_in, where) if file_of is None else _indexed(tensors_in, file_of, where)
+    return _opened(store, _all_of(tensors_in, where) if file_of is None else _indexed(tensors_in, file_of, where))
+
+
+def open_safetensors_file(
+    store: _native.Store, name: str, where: str
+) -> "tuple[_native.Checkpoint, list[TensorEntry]]":
+    """The tensors of the one file `name` at a place.
+
+    Raises:
+        As `open_safetensors`.
+    """
+    return _opened(store, [(name, tensor) for tensor in _read_header(store, name, store.size(name), where)])
+
+
+def _opened(
+    store: _native.Store, chosen: Sequence[tuple[str, PlainTensor]]
+) -> "tuple[_native.Checkpoint, list[TensorEntry]]":
     plain = [(_encode(t.fqn), name, t.offset, t.num_bytes, t.dtype, t.shape) for name, t in chosen]
     return _native.Checkpoint.plain(store, plain), [_entry(tensor) for _, tensor in chosen]
 

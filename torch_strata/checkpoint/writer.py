@@ -30,7 +30,7 @@ from torch_strata.checkpoint._generation import claimed, generation_of, take_ove
 from torch_strata.checkpoint._items import NativeItems
 from torch_strata.checkpoint._lazy_state import PlannedMetadata
 from torch_strata.checkpoint._leftovers import remove_objects, remove_save
-from torch_strata.checkpoint._metadata import DCP_VERSION, promises_of
+from torch_strata.checkpoint._metadata import RECORDS_STRIDES, promises_of
 from torch_strata.checkpoint._opened import metadata_name, open_checkpoint
 from torch_strata.checkpoint._optimizers import check_optimizers
 from torch_strata.checkpoint._planner_data import decode_planner_data, encode_planner_data
@@ -56,7 +56,7 @@ from torch_strata.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch_strata._types import StockParts
+    from torch_strata._types import RunInfo, StockParts
 
 __all__ = ["SaveStats", "StrataWriter"]
 
@@ -365,7 +365,7 @@ class StrataWriter(StorageWriter):
         """What the planning rank said: this rank's number, and an earlier checkpoint that it may refer to."""
         return plan.storage_data, None
 
-    def _run_info(self) -> tuple[int, int, str, dict[str, str], dict[str, float]] | None:
+    def _run_info(self) -> "RunInfo | None":
         """What a manager says of the checkpoint, see `_native.commit`; None without one."""
         return None
 
@@ -434,8 +434,8 @@ class StrataWriter(StorageWriter):
         self._store().put(metadata_name(rank), data)
 
     def _stock_parts(self, planner_data: Any, save_id: str) -> "StockParts":
-        meta = StorageMeta(checkpoint_id=os.fspath(self._place), save_id=save_id)
-        return stock_parts(planner_data, meta, version=DCP_VERSION)
+        place = os.fspath(self._place)
+        return stock_parts(planner_data, checkpoint_id=place, save_id=save_id, records_strides=RECORDS_STRIDES)
 
     def _discard(self, records: Iterable[bytes]) -> None:
         names = {name for record in records for name, _ in _native.record_objects(record)}

@@ -15,6 +15,7 @@ use strata_io::schedule::ByteBudget;
 use crate::buffers::{Owners, destination};
 use crate::entries::{PyEntries, RawStockParts, entries, stock_parts};
 use crate::errors::to_py;
+use crate::run::{RawRunInfo, raw_run_info};
 use crate::runtime::wait;
 use crate::save::{RawStockEntry, stock_to_py};
 use crate::store::Store;
@@ -152,6 +153,25 @@ impl Checkpoint {
     #[getter]
     fn warnings(&self) -> Vec<String> {
         self.now().warnings.clone()
+    }
+
+    #[getter]
+    fn created_at(&self) -> u64 {
+        self.now().manifest.created_at
+    }
+
+    #[getter]
+    fn run(&self) -> Option<RawRunInfo> {
+        self.now().manifest.run.clone().map(raw_run_info)
+    }
+
+    fn digests<'py>(&self, py: Python<'py>, rows: Vec<usize>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let checkpoint = self.now();
+        let of_blocks = |row: usize| {
+            let blocks = Self::item(&checkpoint, row)?.digests.iter();
+            Ok(PyBytes::new(py, &blocks.flat_map(|block| block.xxh3.to_le_bytes()).collect::<Vec<u8>>()))
+        };
+        rows.into_iter().map(of_blocks).collect()
     }
 
     #[getter]

@@ -48,6 +48,12 @@ pub(crate) fn run_info(raw: RawRunInfo) -> PyResult<RunInfo> {
     Ok(RunInfo { step, epoch, checkpoint_type: type_of(&checkpoint_type)?, metadata, metrics, model_hash: None })
 }
 
+/// What was said of a checkpoint, for Python.
+pub(crate) fn raw_run_info(run: RunInfo) -> RawRunInfo {
+    let RunInfo { step, epoch, checkpoint_type, metadata, metrics, .. } = run;
+    (step, epoch, checkpoint_type.to_string(), metadata, metrics)
+}
+
 fn type_of(name: &str) -> PyResult<CheckpointType> {
     name.parse().map_err(PyValueError::new_err)
 }
@@ -171,7 +177,7 @@ impl Run {
         overwrite: bool,
         transfer: &Transfer,
     ) -> PyResult<RawMetadata> {
-        let (run, progress) = (self.open()?, transfer.progress().clone());
+        let (run, progress) = (self.open()?, transfer.counter().clone());
         let new = NewCheckpoint { run: self::run_info(run_info)?, overwrite };
         let mut owners = Owners::default();
         let (address, bytes) = owners.keep_buffer(data.as_any())?;

@@ -100,7 +100,7 @@ pub(crate) struct Transfer {
 
 impl Transfer {
     /// How far it has come, for whoever writes.
-    pub fn progress(&self) -> &Arc<core::Progress> {
+    pub fn counter(&self) -> &Arc<core::Progress> {
         &self.progress
     }
 }

@@ -1,0 +1,144 @@
+"""Copies the checkpoints of a run to another root, references kept. Imports no torch."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch_strata import _native
+from torch_strata.checkpoint._content import Content, Progress, content_of
+from torch_strata.checkpoint._generation import newest_generation
+from torch_strata.checkpoint._opened import open_checkpoint
+from torch_strata.checkpoint._store import open_store
+from torch_strata.checkpoint._two_places import TwoPlaces
+from torch_strata.checkpoint.compare import compare_contents
+from torch_strata.checkpoint.copying import Destination, write_content
+from torch_strata.checkpoint.run import CheckpointType, ListedCheckpoint, open_run
+from torch_strata.config import StorageConfig
+from torch_strata.errors import CheckpointExistsError, CheckpointNotFoundError
+
+__all__ = ["CopiedRun", "copy_run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedRun:
+    """What became of the folders of a run.
+
+    Attributes:
+        copied: Folders that were written.
+        found: Folders that were at the destination already, with the same content.
+        passed_over: Folders that were not copied, each with a sentence.
+        payload_bytes: What the copied ones hold, in bytes.
+        referred_bytes: How much of it stands in an earlier copy and was not written again.
+    """
+
+    copied: tuple[str, ...]
+    found: tuple[str, ...]
+    passed_over: Mapping[str, str]
+    payload_bytes: int
+    referred_bytes: int
+
+
+def copy_run(
+    source: str,
+    destination: str,
+    *,
+    config: StorageConfig | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    to_options: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+    said: Callable[[str], None] | None = None,
+) -> CopiedRun:
+    """Copy every committed checkpoint below a root, ascending by step; can be called again after a failure.
+
+    A checkpoint that is at the destination with the same content is not written again. What an incremental one refers
+    to in an earlier copy is referred to there too. Those that were found damaged or abandoned are passed over. No
+    generation is claimed: a run that claims the destination meanwhile ends the copy.
+
+    Args:
+        source: URL or local path of the run's root.
+        destination: URL or local path of the new root.
+        config: Limits of both stores.
+        storage_options: The source's own settings; win over those of `config`.
+        to_options: The destination's own settings; those of the source if not given. Local stores have none.
+        progress: Told of bytes that are written.
+        said: Told of each folder before it is copied.
+
+    Raises:
+        CheckpointNotFoundError: If no checkpoint is below the root.
+        CheckpointExistsError: If another checkpoint is in a folder of the destination.
+        CorruptionError: If what is read is damaged; what was committed before stays.
+        StaleGenerationError: If a run claims the destination meanwhile.
+        StorageError: If a store fails.
+    """
+    both = TwoPlaces.of(source, destination, config, storage_options, to_options)
+    settings, to_settings = both.source, both.destination
+    listed = [ListedCheckpoint.of_native(raw) for raw in open_run(source, settings).catalog()]
+    listed.sort(key=lambda one: (one.metadata is None, one.metadata.step if one.metadata else 0, one.folder))
+    passed_over = {one.folder: why for one in listed if (why := _passed_over(one)) is not None}
+    wanted = [one for one in listed if one.folder not in passed_over]
+    if not wanted:
+        raise CheckpointNotFoundError(f"no committed checkpoint below {source}")
+    root = open_store(destination, to_settings)
+    generation = newest_generation(root)
+    copied, found = [], []
+    payload_bytes = referred_bytes = 0
+    parent: str | None = None
+    for one in wanted:
+        if said is not None:
+            said(one.folder)
+        place = _join(source, one.folder)
+        opened = open_checkpoint(open_store(place, settings), place, rank=None)
+        content = content_of(opened)
+        target = _join(destination, one.folder)
+        kind = None if one.metadata is None else one.metadata.checkpoint_type
+        if _is_there(target, to_settings, content):
+            found.append(one.folder)
+        else:
+            refers = kind is CheckpointType.INCREMENTAL and parent is not None
+            to = Destination(
+                place=target,
+                config=to_settings,
+                run_info=opened.native.run,
+                run_root=root,
+                generation=generation,
+                parent=_native.Parent.open(open_store(_join(destination, parent), to_settings), parent)
+                if refers and parent is not None
+                else None,
+            )
+            report = write_content(content, to, progress)
+            payload_bytes += report.payload_bytes
+            referred_bytes += report.referred_bytes
+            copied.append(one.folder)
+        if kind is not None and kind.is_whole:
+            parent = one.folder
+    return CopiedRun(
+        copied=tuple(copied),
+        found=tuple(found),
+        passed_over=passed_over,
+        payload_bytes=payload_bytes,
+        referred_bytes=referred_bytes,
+    )
+
+
+def _passed_over(one: ListedCheckpoint) -> str | None:
+    if one.state == "uncommitted":
+        return "nothing is committed in it"
+    if one.state == "unreadable":
+        return one.detail
+    if one.is_quarantined:
+        return "it was found damaged"
+    return "the run was taken back behind it" if one.is_abandoned else None
+
+
+def _join(root: str | os.PathLike[str], folder: str) -> str:
+    return f"{os.fspath(root).rstrip('/')}/{folder}"
+
+
+def _is_there(target: str, config: StorageConfig, content: Content) -> bool:
+    try:
+        opened = open_checkpoint(open_store(target, config), target, rank=None)
+    except CheckpointNotFoundError:
+        return False
+    if compare_contents(content, content_of(opened)).is_equal:
+        return True
+    raise CheckpointExistsError(f"another checkpoint already exists at {target}")
