@@ -169,3 +169,75 @@ impl StockEntry {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::item::{Digests, Kind};
+
+    fn item(fqn: &str, object: u32) -> Item {
+        Item {
+            fqn: Arc::from(fqn.as_bytes()),
+            offsets: None,
+            index: None,
+            kind: Kind::Bytes,
+            dtype: Arc::from(""),
+            shape: Arc::from([]),
+            strides: Arc::from([]),
+            object,
+            item_offset: 0,
+            item_bytes: 0,
+            payload_skip: 0,
+            payload_bytes: 0,
+            digests: Digests::None,
+            inline: None,
+            whole_crc32: None,
+        }
+    }
+
+    fn object(name: &str, reference: Option<u32>) -> Object {
+        Object { name: name.to_owned(), size: 9, reference }
+    }
+
+    fn owner(step: u32) -> (String, String) {
+        (format!("step-{step}"), step.to_string())
+    }
+
+    #[test]
+    fn what_several_ranks_refer_to_is_one_object() {
+        let first = RankRecord {
+            objects: vec![object("own", None), object("old", Some(0))],
+            references: vec![owner(1)],
+            items: vec![item("a", 0), item("b", 1)],
+            payload_bytes: 3,
+            referred_bytes: 4,
+            ..RankRecord::default()
+        };
+        let second = RankRecord {
+            objects: vec![object("old", Some(1)), object("old", Some(0)), object("own", None)],
+            references: vec![owner(0), owner(1)],
+            items: vec![item("c", 0), item("d", 1), item("e", 2)],
+            payload_bytes: 5,
+            referred_bytes: 6,
+            ..RankRecord::default()
+        };
+        let all = Records::decode(&[&first.encode(), &second.encode()]).expect("records");
+        let objects = [object("own", None), object("old", Some(0)), object("old", Some(1)), object("own", None)];
+        assert_eq!(all.objects, objects);
+        assert_eq!(all.references, [owner(1), owner(0)]);
+        let places: Vec<u32> = all.items.iter().map(|item| item.object).collect();
+        assert_eq!(places, [0, 1, 1, 2, 3]);
+        assert_eq!((all.payload_bytes, all.referred_bytes), (8, 10));
+        let own = RankRecord::own_objects(&second.encode()).expect("a record");
+        assert_eq!(own, [object("own", None)], "what is referred to is not this save's to remove");
+    }
+
+    #[test]
+    fn a_record_that_refers_to_a_checkpoint_that_it_does_not_list_is_refused() {
+        let record = RankRecord { objects: vec![object("old", Some(0))], ..RankRecord::default() };
+        let refused = Records::decode(&[&record.encode()]).expect_err("not listed");
+        assert!(refused.to_string().contains("not listed"), "{refused}");
+    }
+}
