@@ -340,7 +340,9 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words
         ({"step": 1, "metrics": {"loss": "low"}}, "metrics: expected numbers"),
     ],
 )
-def test_orders_that_make_no_sense_are_refused(manager: CheckpointManager, settings: dict[str, Any], words: str) -> None:
+def test_orders_that_make_no_sense_are_refused(
+    manager: CheckpointManager, settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         manager.save(state_of(1), **settings)
     assert manager.all() == []

@@ -290,8 +290,9 @@ class CheckpointManager:
             self._run.unpin(folder, who)
 
     def verify(self, step: int) -> VerifyReport:
-        """Read all of a checkpoint and compare it with its digests; a sound one is not removed while it is the newest
-        that is known to be, a damaged one is set aside.
+        """Read all of a checkpoint and compare it with its digests.
+
+        A sound one is not removed while it is the newest that is known to be; a damaged one is set aside.
         """
         folder = _native.run_folder(check_step(step), CheckpointType.FULL.value)
         found = CheckpointMetadata.of_native(self._run.found(folder))

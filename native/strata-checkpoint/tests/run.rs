@@ -17,8 +17,8 @@ use strata_checkpoint::run::retention::Policy;
 use strata_checkpoint::run::sweep::{Rules, Swept, plan_sweep, sweep};
 use strata_checkpoint::run::{CheckpointType, RunInfo};
 use strata_checkpoint::{
-    Commit, CommitStats, Error, Parent, Payload, Promises, Records, SaveItem, Source, StockParts, claim_generation, commit,
-    open, open_base, write_items,
+    Commit, CommitStats, Error, Parent, Payload, Promises, Records, SaveItem, Source, StockParts, claim_generation,
+    commit, open, open_base, write_items,
 };
 use strata_io::schedule::ByteBudget;
 use strata_io::testing::{Hook, Hooked, Kind as RequestKind, Request};
