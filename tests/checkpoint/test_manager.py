@@ -156,6 +156,8 @@ def test_what_did_not_change_is_not_written_again_and_outlives_its_checkpoint(tm
         dcp.load(stock, storage_reader=dcp.FileSystemReader(tmp_path / "run/step-3"))
         assert torch.equal(stock["model"]["frozen"], state["model"]["frozen"]), "stock follows the reference"
         saved(manager, 4)
+        assert manager.verify(4).is_sound  # until then the newest that is known to be sound is step 3
+        manager.apply_retention()
         assert {path.name for path in (tmp_path / "run").rglob("*.distcp")} == {
             path.name for path in (tmp_path / "run/step-4").glob("*.distcp")
         }

@@ -64,11 +64,11 @@ def make_order(
         if not isinstance(key, str) or not isinstance(value, str):
             raise ConfigError(f"metadata: expected str to str, found {key!r}: {value!r}")
     numbers = {}
-    for key, value in (metrics or {}).items():
+    for key, number in (metrics or {}).items():
         try:
-            numbers[str(key)] = float(value)  # a tensor of one element too
+            numbers[str(key)] = float(number)  # a tensor of one element too
         except (TypeError, ValueError):
-            raise ConfigError(f"metrics: expected numbers, found {key!r}: {value!r}") from None
+            raise ConfigError(f"metrics: expected numbers, found {key!r}: {number!r}") from None
     return SaveOrder(
         step=check_step(step),
         epoch=epoch,

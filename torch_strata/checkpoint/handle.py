@@ -87,6 +87,11 @@ class SaveHandle:
         """Why the save failed; None before it has ended. Whoever looks here has not asked, as `exception` does."""
         return self._future.exception() if self._future.done() else None
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether somebody has asked how it ended, and has been told."""
+        return self._is_seen
+
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
         return self._future.done()

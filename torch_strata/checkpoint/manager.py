@@ -258,10 +258,11 @@ class CheckpointManager:
         """Wait for every save.
 
         Raises:
-            StrataError: Why one failed, the first that did.
+            StrataError: Why one failed, the first that did and of which nobody has asked.
         """
         handles, self._handles = self._handles, []
-        failures = [failure for handle in handles if (failure := handle.exception()) is not None]
+        unseen = [handle for handle in handles if not handle.is_seen]
+        failures = [failure for handle in unseen if (failure := handle.exception()) is not None]
         if failures and self._on_failure == "raise":
             raise failures[0]
 

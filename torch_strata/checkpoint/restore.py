@@ -88,6 +88,7 @@ def _add_slots(state: dict[str, Any], metadata: Metadata, fqns: Sequence[str]) -
     paths = metadata.planner_data or {}
     for fqn in fqns:
         stored = metadata.state_dict_metadata[fqn]
-        is_tensor = isinstance(stored, TensorStorageMetadata)
-        slot = torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else None
+        slot = None
+        if isinstance(stored, TensorStorageMetadata):
+            slot = torch.empty(stored.size, dtype=stored.properties.dtype)
         set_element(state, paths.get(fqn, (fqn,)), slot)
