@@ -42,6 +42,9 @@ pub(crate) type RawRunInfo = (u64, u64, String, BTreeMap<String, String>, BTreeM
 /// folders removed, objects, bytes, notes.
 type RawSwept = (Vec<String>, u64, u64, Vec<String>);
 
+/// (folder, keeps, because) of each checkpoint; notes.
+type RawPlan = (Vec<(String, bool, String)>, Vec<String>);
+
 /// What Python says of a checkpoint.
 pub(crate) fn run_info(raw: RawRunInfo) -> PyResult<RunInfo> {
     let (step, epoch, checkpoint_type, metadata, metrics) = raw;
@@ -202,7 +205,7 @@ impl Run {
         Ok(())
     }
 
-    fn plan(&self, py: Python<'_>) -> PyResult<(Vec<(String, bool, String)>, Vec<String>)> {
+    fn plan(&self, py: Python<'_>) -> PyResult<RawPlan> {
         let run = self.open()?;
         let plan = wait(py, async move { run.plan().await })?;
         let decisions = plan.decisions.into_iter().map(|(folder, d)| (folder, d.keeps, d.because)).collect();
