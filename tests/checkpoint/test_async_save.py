@@ -348,7 +348,6 @@ def test_ranks_that_save_to_two_places_are_told_so(tmp_path):
 
 def miss_a_call(rank: int, place: str, how: str) -> list[Any]:
     """Four saves; at the second one rank 1 makes no call, or one that is refused."""
-    named = {"step": 0} if how == "misses" else {}
     outcomes = []
     for step in range(1, 5):
         dist.barrier()
@@ -359,8 +358,7 @@ def miss_a_call(rank: int, place: str, how: str) -> list[Any]:
             timeout = 5
         path = place if how == "misses" else f"{place}-{step}"
         state = state_of(rank, float(step)) | {"step": step}
-        if named:
-            named["step"] = step
+        named = {"step": step} if how == "misses" else {}
         call = partial(async_save, state, checkpoint_id=path, timeout=timeout, **named)
         outcomes.append((step, ended(lambda call=call: call().result(LONG))))
     return outcomes
