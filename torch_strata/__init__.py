@@ -8,14 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_strata.checkpoint.async_save import async_save
+    from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
     from torch_strata.checkpoint.compare import Comparison, compare
     from torch_strata.checkpoint.copy_run import CopiedRun, copy_run
     from torch_strata.checkpoint.copying import CopyReport, copy_checkpoint, import_checkpoint
     from torch_strata.checkpoint.export import ExportReport, export_safetensors, export_torch
     from torch_strata.checkpoint.handle import SaveHandle, SaveProgress
     from torch_strata.checkpoint.install import install, uninstall
+    from torch_strata.checkpoint.manager import CheckpointManager
     from torch_strata.checkpoint.planner import StrataLoadPlanner
     from torch_strata.checkpoint.reader import ReadStats, StrataReader
+    from torch_strata.checkpoint.retention import (
+        KeepAll,
+        KeepAny,
+        KeepBest,
+        KeepEvery,
+        KeepEverySteps,
+        KeepLast,
+        KeepYounger,
+        Retention,
+    )
+    from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint
     from torch_strata.checkpoint.save_planner import StrataSavePlanner
     from torch_strata.checkpoint.save_stats import SaveStats
     from torch_strata.checkpoint.store_stats import StoreStats
@@ -46,7 +59,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
+    "CheckpointHandle",
+    "CheckpointManager",
+    "CheckpointMetadata",
     "CheckpointNotFoundError",
+    "CheckpointType",
     "ChecksumError",
     "Comparison",
     "ConfigError",
@@ -57,12 +74,21 @@ __all__ = [
     "CorruptionError",
     "ExportReport",
     "ForkedProcessError",
+    "KeepAll",
+    "KeepAny",
+    "KeepBest",
+    "KeepEvery",
+    "KeepEverySteps",
+    "KeepLast",
+    "KeepYounger",
     "LayoutMismatchError",
+    "ListedCheckpoint",
     "ManifestError",
     "NotEnoughMembersError",
     "ObjectNotFoundError",
     "PreconditionError",
     "ReadStats",
+    "Retention",
     "SaveHandle",
     "SaveProgress",
     "SaveStats",
@@ -90,11 +116,24 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointHandle": "checkpoint.checkpoint_handle",
+    "CheckpointManager": "checkpoint.manager",
+    "CheckpointMetadata": "checkpoint.run",
+    "CheckpointType": "checkpoint.run",
     "Comparison": "checkpoint.compare",
     "CopiedRun": "checkpoint.copy_run",
     "CopyReport": "checkpoint.copying",
     "ExportReport": "checkpoint.export",
+    "KeepAll": "checkpoint.retention",
+    "KeepAny": "checkpoint.retention",
+    "KeepBest": "checkpoint.retention",
+    "KeepEvery": "checkpoint.retention",
+    "KeepEverySteps": "checkpoint.retention",
+    "KeepLast": "checkpoint.retention",
+    "KeepYounger": "checkpoint.retention",
+    "ListedCheckpoint": "checkpoint.run",
     "ReadStats": "checkpoint.reader",
+    "Retention": "checkpoint.retention",
     "SaveHandle": "checkpoint.handle",
     "SaveProgress": "checkpoint.handle",
     "SaveStats": "checkpoint.save_stats",

@@ -325,6 +325,16 @@ impl Store for LocalStore {
         }
     }
 
+    async fn remove_empty(&self) {
+        let removed = self.shared.run(|shared| {
+            publish::remove_empty(&shared.root);
+            Ok(())
+        });
+        if let Err(error) = removed.await {
+            tracing::debug!(%error, "empty folders stay");
+        }
+    }
+
     async fn honours_create(&self) -> Result<bool> {
         Ok(true) // link, RENAME_NOREPLACE and O_EXCL all do, or answer that they cannot
     }

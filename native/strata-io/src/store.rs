@@ -166,6 +166,10 @@ pub trait Store: Debug + Send + Sync {
     /// it has seen that there was none. Stores without folders have nothing to remove.
     async fn tidy(&self) {}
 
+    /// Removes the root's folder and those in it, as far as they are empty, best effort. Stores without folders have
+    /// nothing to remove.
+    async fn remove_empty(&self) {}
+
     /// Removes what small writes of processes that have died left in the folder `prefix` (`""`, or ending in `/`), best
     /// effort. A folder that is not there, and a store whose writes leave nothing, are no error.
     async fn sweep(&self, _prefix: &str) -> Result<()> {

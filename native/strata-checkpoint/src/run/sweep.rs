@@ -220,6 +220,7 @@ async fn remove_data(
     if !objects.iter().any(|object| is_needed(&object.name)) {
         let marks: Vec<&ObjectInfo> = objects.iter().filter(|object| object.name.starts_with(FOLDER)).collect();
         remove_all(store, &marks, swept).await?;
+        store.remove_empty().await;
     }
     Ok(())
 }
@@ -258,6 +259,7 @@ async fn tidy(store: &dyn Store, listed: &Listed, needed: &Needed, rules: &Rules
     if matches!(listed.state, State::Uncommitted) && !objects.iter().any(|object| stays(&object.name)) {
         let marks: Vec<&ObjectInfo> = objects.iter().filter(|object| object.name.starts_with(FOLDER)).collect();
         remove_all(store, &marks, swept).await?;
+        store.remove_empty().await;
     }
     Ok(())
 }

@@ -213,6 +213,17 @@ impl Shared {
     }
 }
 
+/// Removes `directory` and those in it, as far as they are empty; one that is being written to stays.
+pub(super) fn remove_empty(directory: &Path) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        // Not what a link leads to: that lies elsewhere.
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_empty(&entry.path());
+        }
+    }
+    let _ = fs::remove_dir(directory); // fails if anything is in it
+}
+
 /// The directory of `path`, also of a bare relative name.
 pub(super) fn parent(path: &Path) -> &Path {
     match path.parent() {

@@ -244,6 +244,21 @@ async fn a_sweep_removes_stale_staged_files_of_a_folder_that_nobody_writes_to() 
 }
 
 #[tokio::test]
+async fn empty_folders_are_removed_and_what_holds_anything_stays() {
+    let (folder, elsewhere) = (folder(), self::folder());
+    fs::create_dir_all(folder.path().join("empty/in/it")).expect("made");
+    fs::create_dir_all(folder.path().join("used/empty")).expect("made");
+    fs::write(folder.path().join("used/file"), b"x").expect("written");
+    std::os::unix::fs::symlink(elsewhere.path(), folder.path().join("link")).expect("linked");
+    store(folder.path()).remove_empty().await;
+    let mut left: Vec<_> = fs::read_dir(folder.path()).expect("there").map(|e| e.expect("entry").file_name()).collect();
+    left.sort();
+    assert_eq!((left, elsewhere.path().exists()), (vec!["link".into(), "used".into()], true));
+    assert!(!folder.path().join("used/empty").exists() && folder.path().join("used/file").exists());
+    store(&folder.path().join("not-there")).remove_empty().await;
+}
+
+#[tokio::test]
 async fn a_full_disk_is_errno_28_and_abort_leaves_nothing() {
     let folder = folder();
     let store = store(folder.path());

@@ -183,10 +183,14 @@ impl<H: Hook> Store for Hooked<H> {
         self.around(Kind::Abort, name, 0, self.inner.abort_upload(name, upload_id)).await
     }
 
-    // Neither is a request of its own: they ask nothing of stores that are reached by requests.
+    // None is a request of its own: they ask nothing of stores that are reached by requests.
 
     async fn tidy(&self) {
         self.inner.tidy().await;
+    }
+
+    async fn remove_empty(&self) {
+        self.inner.remove_empty().await;
     }
 
     async fn sweep(&self, prefix: &str) -> Result<()> {
