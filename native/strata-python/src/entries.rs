@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use pyo3::buffer::PyBuffer;
+use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -22,6 +22,15 @@ pub(crate) type RawPromises = (Vec<PyBackedBytes>, Vec<Template>, [Numbers; 7]);
 pub(crate) enum Numbers {
     Narrow(PyBuffer<i32>),
     Wide(PyBuffer<i64>),
+    /// Memory without a byte lies anywhere: an empty `array` is not aligned.
+    Empty(#[pyo3(from_py_with = no_numbers)] ()),
+}
+
+fn no_numbers(object: &Bound<'_, PyAny>) -> PyResult<()> {
+    match PyUntypedBuffer::get(object)?.item_count() {
+        0 => Ok(()),
+        _ => Err(PyValueError::new_err("not empty")),
+    }
 }
 
 impl Numbers {
@@ -33,6 +42,7 @@ impl Numbers {
         match self {
             Self::Narrow(values) => values.to_vec(py)?.into_iter().map(|value| as_it_is_kept(value.into())).collect(),
             Self::Wide(values) => values.to_vec(py)?.into_iter().map(as_it_is_kept).collect(),
+            Self::Empty(()) => Ok(Vec::new()),
         }
     }
 }

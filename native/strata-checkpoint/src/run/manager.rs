@@ -160,7 +160,9 @@ impl AsyncCheckpointWriter {
         let task = tokio::spawn(async move {
             turn.wait().await;
             let save_id = format!("{:032x}", rand::random::<u128>());
-            let saved = run.save_bytes(bytes, &new, &save_id, &shown).await?;
+            let saved = run.save_bytes(bytes, &new, &save_id, &shown).await;
+            // Whoever dropped what is returned hears of it here.
+            let saved = saved.inspect_err(|error| tracing::error!("step {}: not saved: {error}", new.run.step))?;
             if let Err(error) = run.retain().await {
                 tracing::warn!("{}: nothing more is removed for now: {error}", run.root().url());
             }
