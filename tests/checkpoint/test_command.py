@@ -33,6 +33,13 @@ def test_a_sound_checkpoint_verifies(tmp_path, write):
     assert report["is_sound"] and report["blocks"] >= 1 and report["read_bytes"] >= 400_000
 
 
+def test_a_verification_tells_of_all_that_it_reads(tmp_path):
+    save({**STATE, "large": torch.arange(8_000_000)}, tmp_path / "c")
+    told = []
+    report = verify(tmp_path / "c", progress=told.append)
+    assert all(more > 0 for more in told) and sum(told) == report.read_bytes
+
+
 @pytest.mark.parametrize("write", [save, stock_save])
 def test_a_damaged_checkpoint_says_where(tmp_path, write):
     write(STATE, tmp_path / "c")

@@ -1,7 +1,9 @@
 """Reads everything a checkpoint holds and compares it with its digests. Imports no torch."""
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch_strata import _native
@@ -13,6 +15,8 @@ from torch_strata.config import StorageConfig
 from torch_strata.errors import CorruptionError, ObjectNotFoundError
 
 __all__ = ["VerifyReport", "verify"]
+
+_TELL_EVERY_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +57,9 @@ def verify(
     config: StorageConfig | None = None,
     storage_options: Mapping[str, str] | None = None,
     rank: int | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> VerifyReport:
-    """Read and check a whole checkpoint, ours or stock's, 64 MiB at a time. Blocks.
+    """Read and check a whole checkpoint, ours or stock's, within 128 MiB of memory. Blocks.
 
     Of ours also the `.metadata`, by which stock readers find the same: it must say what the manifest says. One that is
     missing, or of the save before, as a save leaves that ended before its last step, is a warning. A stock checkpoint
@@ -65,6 +70,7 @@ def verify(
         config: Limits of the store.
         storage_options: The store's own settings.
         rank: To check what that rank saved on its own.
+        progress: Told of bytes that were read, from another thread.
 
     Raises:
         CheckpointNotFoundError: If nothing is committed there.
@@ -73,12 +79,41 @@ def verify(
     """
     store = open_store(path, resolve_config(config, storage_options))
     opened = open_checkpoint(store, path, rank=rank)
-    report = _report(store, opened, rank)
+    with _told(opened, progress):
+        report = _report(store, opened, rank)
     if report.is_sound:
         return report
     # What a save removes or replaces while it is looked at is not damaged.
     newer = open_checkpoint(store, path, rank=rank)
     return report if newer.same_as(opened) else _report(store, newer, rank)
+
+
+@contextmanager
+def _told(opened: Opened, progress: Callable[[int], object] | None) -> Iterator[None]:
+    """Tell of what is read meanwhile."""
+    if progress is None:
+        yield
+        return
+    over, told = threading.Event(), [0]
+
+    def tell() -> None:
+        moved = opened.native.progress[0]
+        if moved > told[0]:
+            progress(moved - told[0])
+            told[0] = moved
+
+    def watch() -> None:
+        while not over.wait(_TELL_EVERY_SECONDS):
+            tell()
+
+    thread = threading.Thread(target=watch, name="strata-progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        tell()
 
 
 def _report(store: _native.Store, opened: Opened, rank: int | None) -> VerifyReport:

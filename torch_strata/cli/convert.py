@@ -101,8 +101,8 @@ def copy_command(
 
 
 def _verify(place: str, config: StorageConfig) -> None:
-    with bar("verify", None, "objects"):
-        report = verify(place, config=config)
+    with bar("verify", None) as progress:
+        report = verify(place, config=config, progress=progress)
     if report.problems:
         raise ChecksumError(f"the copy at {place} is damaged: {'; '.join(report.problems)}")
     if not report.is_sound:

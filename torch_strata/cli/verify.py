@@ -1,6 +1,6 @@
 """`strata verify`: reads everything and compares it with its digests, of one checkpoint or of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -29,14 +29,14 @@ def verify_command(url: str, rank: int | None, mark: bool, wants_json: bool, opt
     Exit status 0: sound, 1: damaged, 2: could not be checked, or not all of it (not found, not readable, wrong usage).
     """
     config = config_of(options)
-    listed = None if rank is not None else _run_at(url, config)
-    if listed is not None:
-        _verify_run(url, listed, config, mark=mark, wants_json=wants_json)
+    found = None if rank is not None else _found_at(url, config)
+    if found is not None and not isinstance(found, Opened):
+        _verify_run(url, found, config, mark=mark, wants_json=wants_json)
         return
     if mark:
         raise click.UsageError("--mark: only of a run; give its root")
-    with bar("verify", None, "objects"):
-        report = verify(url, config=config, rank=rank)
+    with bar("verify", sum(size for _, size in found.native.objects()) if found else None) as progress:
+        report = verify(url, config=config, rank=rank, progress=progress)
     if wants_json:
         click.echo(as_json(_described(report)))
     else:
@@ -46,13 +46,12 @@ def verify_command(url: str, rank: int | None, mark: bool, wants_json: bool, opt
     raise SystemExit(_status(report))
 
 
-def _run_at(url: str, config: StorageConfig) -> Sequence[ListedCheckpoint] | None:
-    """The folders of a run; None for what `verify` itself is to look at, or to say why it cannot."""
+def _found_at(url: str, config: StorageConfig) -> Opened | Sequence[ListedCheckpoint] | None:
+    """A checkpoint, or the folders of a run; None if `verify` itself is to say why there is neither."""
     try:
-        found = look(url, None, config)
+        return look(url, None, config)
     except StrataError:
         return None
-    return None if isinstance(found, Opened) else found
 
 
 def _verify_run(
@@ -65,7 +64,7 @@ def _verify_run(
         for one in listed:
             if one.state == "uncommitted":
                 continue
-            described, status = _verify_one(f"{root.rstrip('/')}/{one.folder}", one, config)
+            described, status = _verify_one(f"{root.rstrip('/')}/{one.folder}", one, config, progress)
             found[one.folder] = described
             statuses.append(status)
             if mark and one.state == "committed" and described.get("save_id"):
@@ -78,7 +77,6 @@ def _verify_run(
                 click.echo(f"{shown(one.folder, 100)}: {word}")
                 for sentence in (*described["problems"], *described["unchecked"]):
                     click.echo(f"  {shown(sentence)}")
-            progress(one.metadata.size_bytes if one.metadata else 0)
     # Damage that was found counts, whatever else could not be looked at.
     status = DAMAGED if DAMAGED in statuses else max(statuses)
     if wants_json:
@@ -92,9 +90,11 @@ def _verify_run(
     raise SystemExit(status)
 
 
-def _verify_one(place: str, one: ListedCheckpoint, config: StorageConfig) -> tuple[dict[str, Any], int]:
+def _verify_one(
+    place: str, one: ListedCheckpoint, config: StorageConfig, progress: Callable[[int], None]
+) -> tuple[dict[str, Any], int]:
     try:
-        report = verify(place, config=config)
+        report = verify(place, config=config, progress=progress)
     except CorruptionError as error:
         identity = one.metadata.id if one.metadata else ""
         return {"save_id": identity, "problems": [str(error)], "unchecked": []}, DAMAGED

@@ -1,24 +1,32 @@
 //! Reading and checking everything that a checkpoint holds, within bounded memory.
 
-use std::collections::{BTreeMap, HashSet};
-use std::ops::Range;
+mod spans;
 
-use bytes::Bytes;
+use std::collections::{BTreeMap, HashSet};
+
 use futures::FutureExt;
 use futures::stream::{self, StreamExt};
-use strata_io::digest::{crc32, crc32_combine, xxh3};
+use strata_io::digest::{DigestKind, crc32_combine, xxh3};
+use strata_io::lent::LentMut;
 use strata_io::{Error as IoError, Store};
 
+use self::spans::{Part, Span, spans};
+use crate::bounce;
 use crate::container::{Frame, Placement, TensorSpec};
+use crate::destination::watch;
 use crate::item::{Item, Kind, num_blocks};
 use crate::layout;
 use crate::load::{ReadStats, object_path, verify_block};
 use crate::open::{Checkpoint, Source};
-use crate::plan::{REQUEST_BYTES, block_range};
+use crate::plan::block_range;
+use crate::progress::Progress;
 use crate::siblings::{Siblings, explained};
 
-/// Ranges read at a time, of at most [`REQUEST_BYTES`] each.
-const READS_AHEAD: usize = 4;
+/// Reads at a time: as many as there are buffers kept.
+const READS_AHEAD: usize = 8;
+
+/// Sizes asked for at a time.
+const SIZES_AHEAD: usize = 16;
 
 /// What a verification found.
 #[derive(Debug, Default)]
@@ -42,7 +50,7 @@ impl Findings {
 /// Reads and checks every block, frame and inline payload, `.metadata` excepted.
 ///
 /// Stock checkpoints: the CRC of each archive's tensor, where it has one; call [`crate::stock::resolve`] first.
-pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, Findings) {
+pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint, progress: &Progress) -> (ReadStats, Findings) {
     let mut findings = Findings::default();
     findings.problems.extend(checkpoint.lost_manifest(store.url()));
     let siblings = match Siblings::of(store, &checkpoint.manifest) {
@@ -56,26 +64,31 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, F
     let is_there = |item: &&Item| item.item_offset + item.item_bytes <= sizes[item.object as usize];
     let all = checkpoint.manifest.items.all();
     let items: Vec<&Item> = unique_items(&all).into_iter().filter(is_there).collect();
-    let checks = items.iter().flat_map(|item| pieces(item).into_iter().map(move |piece| (*item, piece)));
-    let checks: Vec<_> =
-        checks.map(|(item, range)| check_piece(store, &siblings, checkpoint, item, range).boxed()).collect();
+    let spans = spans(&items);
+    progress.plan(spans.iter().map(Span::bytes).sum());
+    let place = Place { store, siblings: &siblings, checkpoint };
+    let checks: Vec<_> = spans.iter().map(|span| place.check(span).boxed()).collect();
     let mut results = stream::iter(checks).buffered(READS_AHEAD);
     let mut stats = ReadStats::default();
     let mut whole = WholeCrcs::default();
     let mut unreadable = HashSet::new();
-    while let Some(piece) = results.next().await {
+    while let Some(checked) = results.next().await {
         stats.requests += 1;
-        if let Some(error) = &piece.failed {
+        progress.moved(checked.span.bytes());
+        let first = checked.span.parts[0].item;
+        if let Some(error) = &checked.failed {
             // One sentence an object: what refuses one read most often refuses all.
-            if unreadable.insert(piece.item.object) {
-                findings.add(error, format!("{:?}: {error}", piece.item.name()));
+            if unreadable.insert(first.object) {
+                findings.add(error, format!("{:?}: {error}", first.name()));
             }
             continue;
         }
-        stats.bytes_read += piece.bytes;
-        stats.blocks_verified += piece.blocks;
-        findings.problems.extend(piece.problems);
-        whole.add(piece.item, piece.crc32, piece.payload_bytes);
+        stats.bytes_read += checked.span.bytes();
+        stats.blocks_verified += checked.blocks;
+        findings.problems.extend(checked.problems);
+        for (part, crc32) in checked.span.parts.iter().zip(checked.crcs) {
+            whole.add(part, crc32);
+        }
     }
     // What was not read whole has been said.
     let read_whole = whole.crcs.into_iter().filter(|(item, _)| !unreadable.contains(&item.object));
@@ -94,9 +107,11 @@ async fn object_sizes(
     checkpoint: &Checkpoint,
     findings: &mut Findings,
 ) -> Vec<u64> {
+    let objects = &checkpoint.manifest.objects;
+    let asked: Vec<_> = objects.iter().map(|object| siblings.place(store, object).size(&object.name)).collect();
+    let found: Vec<_> = stream::iter(asked).buffered(SIZES_AHEAD).collect().await;
     let mut sizes = Vec::new();
-    for (number, object) in checkpoint.manifest.objects.iter().enumerate() {
-        let size = siblings.place(store, object).size(&object.name).await;
+    for ((number, object), size) in objects.iter().enumerate().zip(found) {
         match &size {
             Ok(size) if *size == object.size || (*size > object.size && checkpoint.source != Source::Strata) => {}
             Ok(size) => {
@@ -117,70 +132,59 @@ fn unique_items(items: &[Item]) -> Vec<&Item> {
     unique.into_values().collect()
 }
 
-/// An item's bytes in ranges of the payload that hold whole blocks; the frame goes with the first and the last.
-fn pieces(item: &Item) -> Vec<Range<u64>> {
-    let count = item.payload_bytes.div_ceil(REQUEST_BYTES).max(1);
-    (0..count).map(|i| i * REQUEST_BYTES..((i + 1) * REQUEST_BYTES).min(item.payload_bytes)).collect()
-}
-
-struct Piece<'a> {
-    item: &'a Item,
-    bytes: u64,
-    payload_bytes: u64,
-    crc32: u32,
+/// What was found in one span.
+struct Checked<'a> {
+    span: &'a Span<'a>,
+    /// Of each part's payload; 0 where its blocks have digests.
+    crcs: Vec<u32>,
     blocks: u64,
     problems: Vec<String>,
     failed: Option<IoError>,
 }
 
-async fn check_piece<'a>(
-    store: &dyn Store,
-    siblings: &Siblings,
-    checkpoint: &Checkpoint,
-    item: &'a Item,
-    payload: Range<u64>,
-) -> Piece<'a> {
-    let stored = &checkpoint.manifest.objects[item.object as usize];
-    let object = || object_path(store.url(), checkpoint, item.object);
-    let start = if payload.start == 0 { item.item_offset } else { item.payload_offset() + payload.start };
-    let is_last = payload.end == item.payload_bytes;
-    let end = if is_last { item.item_offset + item.item_bytes } else { item.payload_offset() + payload.end };
-    let mut piece = Piece {
-        item,
-        bytes: end - start,
-        payload_bytes: payload.end - payload.start,
-        crc32: 0,
-        blocks: 0,
-        problems: Vec::new(),
-        failed: None,
-    };
-    let bytes = match siblings.place(store, stored).read(&stored.name, Some(start..end)).await {
-        Ok(bytes) => bytes,
-        Err(error) => {
-            piece.failed = Some(error);
-            return piece;
+/// Where the checkpoint's objects lie.
+struct Place<'a> {
+    store: &'a dyn Store,
+    siblings: &'a Siblings,
+    checkpoint: &'a Checkpoint,
+}
+
+impl Place<'_> {
+    /// Reads a span, digested on the way, and compares.
+    async fn check<'a>(&self, span: &'a Span<'a>) -> Checked<'a> {
+        let mut checked = Checked { span, crcs: Vec::new(), blocks: 0, problems: Vec::new(), failed: None };
+        let object = &self.checkpoint.manifest.objects[span.object as usize];
+        let is_ours = self.checkpoint.source == Source::Strata;
+        let kind = if is_ours { DigestKind::Xxh3 } else { DigestKind::Crc32 };
+        let buffer = bounce::take(span.buffer_bytes(), None);
+        let (targets, found) = span.cut(watch(buffer.memory()));
+        let place = self.siblings.place(self.store, object);
+        match place.read_digested(&object.name, span.range.clone(), targets, kind).await {
+            Ok(digests) if is_ours => self.compare(span, &found, &digests, &mut checked),
+            Ok(digests) => checked.crcs = span.crcs(&digests),
+            Err(error) => checked.failed = Some(error),
         }
-    };
-    let at = (item.payload_offset() + payload.start - start) as usize;
-    let body = bytes.slice(at..at + piece.payload_bytes as usize);
-    piece.crc32 = crc32(&body);
-    if checkpoint.source == Source::Strata {
-        let first = payload.start / strata_io::digest::BLOCK_BYTES;
-        for block in first..first + num_blocks(piece.payload_bytes) {
-            let range = block_range(block, item.payload_bytes);
-            let block_bytes = &body[(range.start - payload.start) as usize..(range.end - payload.start) as usize];
-            match verify_block(item, block, xxh3(block_bytes), object) {
-                Ok(()) => piece.blocks += 1,
-                Err(error) => piece.problems.push(error.to_string()),
-            }
-        }
-        let head = (payload.start == 0).then(|| bytes.slice(..at));
-        let tail = is_last.then(|| bytes.slice(at + body.len()..));
-        piece
-            .problems
-            .extend(frame_problem(item, head, tail).map(|what| format!("{:?} in {}: {what}", item.name(), object())));
+        drop(found);
+        bounce::give(buffer);
+        checked
     }
-    piece
+
+    fn compare(&self, span: &Span<'_>, found: &[LentMut], digests: &[u128], checked: &mut Checked<'_>) {
+        let object = || object_path(self.store.url(), self.checkpoint, span.object);
+        for part in &span.parts {
+            for (block, target) in part.blocks() {
+                match verify_block(part.item, block, digests[target], object) {
+                    Ok(()) => checked.blocks += 1,
+                    Err(error) => checked.problems.push(error.to_string()),
+                }
+            }
+            let head = part.head.map(|target| found[target].as_slice());
+            let tail = part.tail.map(|target| found[target].as_slice());
+            let problem = frame_problem(part.item, head, tail);
+            checked.problems.extend(problem.map(|what| format!("{:?} in {}: {what}", part.item.name(), object())));
+            checked.crcs.push(0);
+        }
+    }
 }
 
 /// Compares the CRC that was `found` of a payload without digests with that of its archive, where it has one.
@@ -197,8 +201,8 @@ fn check_whole(checkpoint: &Checkpoint, item: &Item, found: u32, stats: &mut Rea
 }
 
 /// What stock torch reads around a payload is made anew and compared: our digests do not cover it.
-fn frame_problem(item: &Item, head: Option<Bytes>, tail: Option<Bytes>) -> Option<&'static str> {
-    if item.kind != Kind::Tensor {
+fn frame_problem(item: &Item, head: Option<&[u8]>, tail: Option<&[u8]>) -> Option<&'static str> {
+    if item.kind != Kind::Tensor || (head.is_none() && tail.is_none()) {
         return None;
     }
     let spec = TensorSpec {
@@ -237,10 +241,12 @@ struct WholeCrcs<'a> {
 }
 
 impl<'a> WholeCrcs<'a> {
-    fn add(&mut self, item: &'a Item, crc: u32, bytes: u64) {
+    fn add(&mut self, part: &Part<'a>, crc: u32) {
         match self.crcs.last_mut() {
-            Some((last, whole)) if std::ptr::eq(*last, item) => *whole = crc32_combine(*whole, crc, bytes),
-            _ => self.crcs.push((item, crc)),
+            Some((last, whole)) if std::ptr::eq(*last, part.item) => {
+                *whole = crc32_combine(*whole, crc, part.payload.end - part.payload.start);
+            }
+            _ => self.crcs.push((part.item, crc)),
         }
     }
 }

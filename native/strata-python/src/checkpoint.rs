@@ -287,14 +287,14 @@ impl Checkpoint {
     }
 
     fn verify(&self, py: Python<'_>) -> PyResult<(ReadStats, Vec<String>, Vec<String>)> {
-        let (store, checkpoint) = (self.reading.store.clone(), self.now());
+        let (store, checkpoint, progress) = (self.reading.store.clone(), self.now(), self.reading.progress.clone());
         let (stats, found) = wait(py, async move {
             let mut checkpoint = (*checkpoint).clone();
             let rows: Vec<usize> = (0..checkpoint.manifest.items.len()).collect();
             if checkpoint.source != Source::Strata {
                 stock::resolve(&*store, &mut checkpoint, &rows).await?;
             }
-            Ok::<_, core::Error>(core::verify(&*store, &checkpoint).await)
+            Ok::<_, core::Error>(core::verify(&*store, &checkpoint, &progress).await)
         })?;
         Ok((stats.into(), found.problems, found.unchecked))
     }
