@@ -268,6 +268,10 @@ class CheckpointManager:
         """
         return [CheckpointMetadata.of_native(raw) for raw in self._run.all()]
 
+    def next_step(self) -> int:
+        """One more than the highest step there is, 1 if there is none; every rank calls it and gets the same."""
+        return max((found.step for found in self._agree(self.all)), default=0) + 1
+
     def listed(self) -> list[ListedCheckpoint]:
         """Every folder of the run, with what is the matter with it."""
         return [ListedCheckpoint.of_native(raw) for raw in self._run.catalog()]

@@ -200,7 +200,7 @@ class _Staging:
         )
         if torn:
             _logger.warning(
-                "%s: torn, a mix of two states maybe: what changed while it was copied: %s; save while nothing writes to it",
+                "%s: torn, maybe a mix of two states: these changed while they were copied: %s; save while nothing trains",
                 *(user, in_words(torn)),
             )
 
