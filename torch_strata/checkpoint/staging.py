@@ -200,7 +200,7 @@ class _Staging:
         )
         if torn:
             _logger.warning(
-                "%s: torn, maybe a mix of two states: these changed while they were copied: %s; save while nothing trains",
+                "%s: torn, maybe a mix of two states: these changed while they were copied: %s; save between steps",
                 *(user, in_words(torn)),
             )
 
