@@ -6,10 +6,14 @@ Looks at nothing on a device, and at the content of no tensor.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from torch_strata.checkpoint._leaves import LISTS, MAPPINGS, Leaves, Path
 from torch_strata.checkpoint._tensors import PLAIN_TYPES
 
 __all__ = ["StaleAlarm", "TensorWatch", "changed_values", "in_words"]
+
+_PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
 _UNCHANGING = (int, float, bool, str, bytes, type(None))
 
@@ -31,17 +35,30 @@ class TensorWatch:
             leaves: The tensors.
             passed_over: Addresses of torch's storage objects (`_cdata`) whose tensors may be written to.
         """
-        self._watched = [
-            (path, tensor, tensor._version)
-            for path, tensor in zip(leaves.paths, leaves.local_tensors, strict=True)
-            if type(tensor) in PLAIN_TYPES
-            and not tensor.is_inference()  # has no count
-            and not (passed_over and tensor.untyped_storage()._cdata in passed_over)
-        ]
+        self._paths, self._tensors = leaves.paths, leaves.local_tensors
+        self._passed_over = passed_over
+        self._before = _versions(self._tensors)
 
     def changed(self) -> list[str]:
         """Names of those that were written to."""
-        return [_name(path) for path, tensor, before in self._watched if tensor._version != before]
+        now = _versions(self._tensors)
+        if now == self._before:
+            return []
+        rows = zip(self._paths, self._tensors, self._before, now, strict=True)
+        written = [(path, tensor) for path, tensor, before, after in rows if before != after]
+        return [_name(path) for path, tensor in written if tensor.untyped_storage()._cdata not in self._passed_over]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """How often each was written to; None where nothing counts it: in inference, and in types that are not torch's own."""
+    if set(map(type, tensors)) <= _PLAIN_TYPES:
+        try:
+            return [tensor._version for tensor in tensors]
+        except RuntimeError:  # there are some of inference
+            pass
+    return [
+        tensor._version if type(tensor) in PLAIN_TYPES and not tensor.is_inference() else None for tensor in tensors
+    ]
 
 
 def changed_values(state: Mapping[Any, Any], copied: Mapping[Any, Any]) -> list[str]:
