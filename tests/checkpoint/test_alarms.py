@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.ranks import run_ranks
 from torch_strata import CheckpointManager, async_save
 from torch_strata.checkpoint import staging
 from torch_strata.checkpoint.alarms import StaleAlarm, changed_values, in_words
@@ -142,6 +143,33 @@ def test_a_manager_refuses_a_torn_state_if_asked_to(meanwhile: Meanwhile, tmp_pa
     assert [found.step for found in manager.all()] == [1]
     with pytest.raises(ConfigError, match="on_torn"):
         CheckpointManager(tmp_path / "run", on_torn="ignore")  # type: ignore[arg-type]
+
+
+def _save_torn_on_rank_1(rank: int, root: Path) -> tuple[str, str, list[str]]:
+    manager = CheckpointManager(root, on_torn="raise")
+    state = state_of(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            Meanwhile(patch).do(lambda: state["model"]["weight"].add_(1))
+        try:
+            manager.save(state, step=1).result(LIMIT)
+        except CheckpointError as error:
+            told = str(error), "".join(getattr(error, "__notes__", ()))
+    manager.save(state, step=2).result(LIMIT)
+    lines = manager.metrics().splitlines()
+    return *told, [line for line in lines if line.startswith(("strata_checkpoint_save", "strata_checkpoint_torn"))]
+
+
+def test_what_one_rank_refuses_no_rank_saves_and_the_next_save_is_whole(tmp_path: Path) -> None:
+    zero, one = run_ranks(tmp_path, 2, _save_torn_on_rank_1, tmp_path / "run")
+    assert "step-1: changed while it was copied: model.weight" in zero[0] and zero[0] == one[0]
+    assert "rank 1 of 2" in zero[1]
+    for rank, (_, _, lines) in enumerate((zero, one)):
+        labels = f'run="{tmp_path}/run",rank="{rank}",type="full"'
+        assert f"strata_checkpoint_saves_total{{{labels}}} 1" in lines
+        assert f"strata_checkpoint_save_failures_total{{{labels}}} 1" in lines
+        assert f"strata_checkpoint_torn_saves_total{{{labels}}} {rank}" in lines
+    assert [found.step for found in CheckpointManager(tmp_path / "run").all()] == [2]
 
 
 def test_a_model_that_stands_still_while_steps_are_counted_is_told_once(

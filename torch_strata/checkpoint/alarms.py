@@ -50,7 +50,7 @@ class TensorWatch:
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """How often each was written to; None where nothing counts it: in inference, and in types that are not torch's own."""
+    """How often each was written to; None where nothing counts that: in inference, and in types of others."""
     if set(map(type, tensors)) <= _PLAIN_TYPES:
         try:
             return [tensor._version for tensor in tensors]
