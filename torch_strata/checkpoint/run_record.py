@@ -158,7 +158,7 @@ class RunRecord:
                 self._durable_at, self._durable_clock, self._durable_step = time.monotonic(), time.time(), order.step
                 totals.counts.update(saves=1, written=stats.written_bytes, referred=stats.referred_bytes)
                 totals.took("write", stats.write_seconds)
-                if stats.committed:
+                if stats.commit_seconds:  # of bytes it is in the time to write them
                     totals.took("commit", stats.commit_seconds)
                 self._store = self._store.plus(stats.store)
             if stats.committed:
