@@ -53,7 +53,7 @@ pub struct SweepPlan {
 pub struct Swept {
     /// Folders of checkpoints that are gone.
     pub removed: Vec<String>,
-    /// Checkpoints that are still there.
+    /// Checkpoints that are still there, as [`super::life::Run::retain`] counts them.
     pub num_kept: u64,
     /// Objects that were removed, those of saves that never ended among them.
     pub num_objects: u64,
@@ -122,7 +122,7 @@ pub async fn sweep(
     rules: &Rules,
     generation: u64,
 ) -> Result<Swept> {
-    let mut swept = Swept { num_kept: plan.decisions.len() as u64, notes: plan.notes.clone(), ..Swept::default() };
+    let mut swept = Swept { notes: plan.notes.clone(), ..Swept::default() };
     if !plan.notes.is_empty() {
         // It may refer to anything.
         swept.notes.push("nothing is removed while a manifest of the run cannot be read".to_owned());
@@ -148,7 +148,6 @@ pub async fn sweep(
         let place = run_root.child(&listed.folder)?;
         data.push((retire(&*place, listed, &mut swept).await?, place, listed));
         swept.removed.push(listed.folder.clone());
-        swept.num_kept -= 1;
     }
     for (objects, place, listed) in data {
         remove_data(&*place, &objects, listed, &needed, &mut swept).await?;
