@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from torch_strata import StrataReader, verify
+from torch_strata import CheckpointManager, StrataReader, verify
 from torch_strata.errors import StrataError
 
 TRAIN = Path(__file__).with_name("train_fsdp.py")
@@ -341,6 +341,7 @@ class Demo:
             ("resumed step", str(first)),
             ("losses, 1 rank", one_rank),
             ("losses, 2 ranks", two_ranks),
+            ("kept", self.require_kept()),
             *self.examine(f"{self.storage}/killed/step-{self.steps}", reference_events),
         ]
 
@@ -388,6 +389,14 @@ class Demo:
         require(not different, f"{name}: the loss differs from the uninterrupted run's at steps {different}")
         return f"{len(found)} of {len(found)} equal bit for bit"
 
+    def require_kept(self) -> str:
+        """What the manager's policy has left of the run that was killed: the newest two, and no trace of the others."""
+        kept = [found.step for found in CheckpointManager(f"{self.storage}/killed").all()]
+        require(kept == [self.steps - self.save_every, self.steps], f"the newest two were to be kept, found {kept}")
+        gone = f"{self.storage}/killed/step-{self.save_every}"
+        require(not object_names(gone), f"{gone} was to go, found {object_names(gone)[:3]}")
+        return f"the newest 2, of steps {kept[0]} and {kept[1]}"
+
     def examine(self, checkpoint: str, reference_events: list[dict[str, Any]]) -> list[tuple[str, str]]:
         """Verify the last checkpoint, compare it with the uninterrupted run's, and read it with stock torch."""
         print("verify, and read with stock torch ...", flush=True)
@@ -415,10 +424,7 @@ class Demo:
         return [
             ("checkpoint", f"{report.read_bytes / 1e6:.1f} MB in {report.objects} objects"),
             ("save", f"{report.read_bytes / 1e9 / seconds:.2f} GB/s, {seconds:.2f} s to the commit, beside training"),
-            (
-                "training stood",
-                f"{stall * 1e3:.1f} ms a save; memcpy of its tensors takes {memcpy * 1e3:.1f} ms",
-            ),
+            ("training stood", f"{stall * 1e3:.1f} ms a save; memcpy of its tensors takes {memcpy * 1e3:.1f} ms"),
             ("verified", f"{report.blocks} blocks, no problem"),
             ("stock torch", f"{len(ours)} values equal bit for bit"),
         ]
@@ -441,9 +447,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         parser.error("--steps must be a multiple of --save-every, at least three times as large")
     on_s3 = args.storage is not None and args.storage.startswith("s3://")
     if args.storage is not None and "://" in args.storage and not on_s3:
-        parser.error(
-            f"--storage {args.storage}: the demo looks into its storage, and can do so in a directory or s3://"
-        )
+        parser.error(f"--storage {args.storage}: the demo looks into it, and can do so in a directory or s3://")
     if on_s3 and not all(map(importlib.util.find_spec, ("boto3", "moto"))):
         parser.error("s3:// needs the packages boto3 and moto[server]")
     return args, train_options

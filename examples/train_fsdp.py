@@ -20,17 +20,16 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_strata import SaveHandle, StrataReader, async_save
+from torch_strata import CheckpointHandle, CheckpointManager
 from torch_strata.errors import CheckpointNotFoundError
 
 NUM_TOKENS = 256  # one for each value of a byte
@@ -116,27 +115,26 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Tenso
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """Everything that the next step depends on. `step` counts the optimizer steps done."""
-    model_state, optim_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optim": optim_state, "step": step, "rng": torch.get_rng_state()}
+    """What the next step depends on, but for the random number generators, which the manager looks after itself."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, "step": step}
 
 
-def save(storage: str, state: dict[str, Any], journal: "Journal") -> SaveHandle:
+def save(manager: CheckpointManager, state: dict[str, Any], loss: float, journal: "Journal") -> None:
     """Begin to write a checkpoint; when this returns the state is copied, and may change. Every rank must call.
 
-    A save that fails is raised by the next call, or by the handle's `result`.
+    A save that fails is raised by the next call, or by the manager's `wait`.
     """
     step, started_at = state["step"], time.perf_counter()
     journal.write("saving", step=step)
-    handle = async_save(state, checkpoint_id=f"{storage}/step-{step}")
+    handle = manager.save(state, step=step, metrics={"loss": loss})
     journal.write("copied", step=step, seconds=handle.stage_time.total_seconds())
 
-    def note(ended: SaveHandle) -> None:
-        if ended.exception() is None:
+    def note(ended: CheckpointHandle) -> None:
+        if ended.stats is not None:
             journal.write("saved", step=step, seconds=time.perf_counter() - started_at)
 
     handle.add_done_callback(note)
-    return handle
 
 
 def memcpy_seconds(state: Any) -> float:
@@ -152,29 +150,21 @@ def memcpy_seconds(state: Any) -> float:
     return time.perf_counter() - started_at
 
 
-def resume(storage: str, candidates: list[int], model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the first of the `candidates` (steps, newest first) that was committed. Every rank must call.
+def resume(manager: CheckpointManager, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from the newest checkpoint. Every rank must call.
 
-    A save that was cut short never got a manifest, so to a reader it does not exist.
+    A save that was cut short was never committed, so it is none. Blocks are verified as they are read.
 
     Returns:
         The number of steps done in the state now loaded; 0, with nothing changed, where there is no checkpoint.
-
-    Raises:
-        CheckpointException: If a committed checkpoint does not load: that is never passed over in silence.
     """
-    for step in candidates:
-        state = training_state(model, optimizer, step)
-        try:
-            dcp.load(state, storage_reader=StrataReader(f"{storage}/step-{step}"))
-        except CheckpointException as error:
-            if all(isinstance(cause, CheckpointNotFoundError) for cause, _ in error.failures.values()):
-                continue
-            raise
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        torch.set_rng_state(state["rng"])
-        return int(state["step"])
-    return 0
+    state = training_state(model, optimizer, 0)
+    try:
+        manager.load("latest", state)
+    except CheckpointNotFoundError:
+        return 0
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return int(state["step"])
 
 
 class Journal:
@@ -199,7 +189,10 @@ def train(args: argparse.Namespace) -> None:
     # The same sums in the same order: one thread, and no kernel that is free to reorder.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    # All generators are part of a checkpoint; two runs are alike if all begin alike.
     torch.manual_seed(args.seed)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
     model = GPT(width=args.width, num_layers=args.layers, num_heads=args.width // 32, context=args.context)
     for block in model.blocks:
         fully_shard(block)
@@ -211,22 +204,21 @@ def train(args: argparse.Namespace) -> None:
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     journal.write("started", pids=pids)
+    manager = CheckpointManager(args.storage, keep_count=args.keep)
     first = 0
     if args.resume:
-        newest_possible = args.steps - args.steps % args.save_every
-        candidates = list(range(newest_possible, 0, -args.save_every))
-        first = resume(args.storage, candidates, model, optimizer)
+        first = resume(manager, model, optimizer)
         journal.write("resumed", step=first)
-    handle = None
+    state = None
     for step in range(first, args.steps):
         loss = train_step(model, optimizer, corpus, step, args)
         # As text a float may be rounded; its hexadecimal form is exact.
         journal.write("loss", step=step + 1, loss=round(loss, 4), exact=loss.hex())
         if (step + 1) % args.save_every == 0 and not args.no_save:
             state = training_state(model, optimizer, step + 1)
-            handle = save(args.storage, state, journal)
-    if handle is not None:
-        handle.result()  # the last checkpoint is durable, on every rank
+            save(manager, state, loss, journal)
+    manager.wait()  # the last checkpoint is durable, on every rank
+    if state is not None:
         journal.write("memcpy", seconds=memcpy_seconds(state))
 
 
@@ -239,6 +231,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--journal", type=Path, help="append losses and saves to this file, as JSON lines")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps in all")
     parser.add_argument("--save-every", type=int, default=3, help="steps from one checkpoint to the next")
+    parser.add_argument("--keep", type=int, default=2, help="how many of the newest checkpoints stay")
     parser.add_argument("--width", type=int, default=256, help="size of an activation, a multiple of 32")
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
     parser.add_argument("--context", type=int, default=128, help="bytes of text in a row")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_strata.checkpoint.async_save import async_save
+    from torch_strata.checkpoint.bytes_writer import AsyncCheckpointWriter
     from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
     from torch_strata.checkpoint.compare import Comparison, compare
     from torch_strata.checkpoint.copy_run import CopiedRun, copy_run
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch_strata.checkpoint.install import install, uninstall
     from torch_strata.checkpoint.manager import CheckpointManager
     from torch_strata.checkpoint.planner import StrataLoadPlanner
+    from torch_strata.checkpoint.quick import configure, load_checkpoint, save_checkpoint, wait_for_checkpoints
     from torch_strata.checkpoint.reader import ReadStats, StrataReader
     from torch_strata.checkpoint.retention import (
         KeepAll,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AsyncCheckpointWriter",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointHandle",
@@ -105,17 +108,22 @@ __all__ = [
     "VerifyReport",
     "async_save",
     "compare",
+    "configure",
     "copy_checkpoint",
     "copy_run",
     "export_safetensors",
     "export_torch",
     "import_checkpoint",
     "install",
+    "load_checkpoint",
+    "save_checkpoint",
     "uninstall",
     "verify",
+    "wait_for_checkpoints",
 ]
 
 _HOMES = {
+    "AsyncCheckpointWriter": "checkpoint.bytes_writer",
     "CheckpointHandle": "checkpoint.checkpoint_handle",
     "CheckpointManager": "checkpoint.manager",
     "CheckpointMetadata": "checkpoint.run",
@@ -146,14 +154,18 @@ _HOMES = {
     "VerifyReport": "checkpoint.verify",
     "async_save": "checkpoint.async_save",
     "compare": "checkpoint.compare",
+    "configure": "checkpoint.quick",
     "copy_checkpoint": "checkpoint.copying",
     "copy_run": "checkpoint.copy_run",
     "export_safetensors": "checkpoint.export",
     "export_torch": "checkpoint.export",
     "import_checkpoint": "checkpoint.copying",
     "install": "checkpoint.install",
+    "load_checkpoint": "checkpoint.quick",
+    "save_checkpoint": "checkpoint.quick",
     "uninstall": "checkpoint.install",
     "verify": "checkpoint.verify",
+    "wait_for_checkpoints": "checkpoint.quick",
 }
 
 

@@ -201,6 +201,8 @@ class CommitStats:
     num_items: int
     payload_bytes: int
     referred_bytes: int
+    own_bytes: int
+    model_hash: str | None
     collected: int
     warnings: list[str]
 

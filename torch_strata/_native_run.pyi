@@ -84,10 +84,11 @@ class Run:
     def end(self, folder: str) -> None: ...
     def plan(self) -> tuple[list[tuple[str, bool, str]], list[str]]:
         """What `retain` would do: `(folder, keeps, because)` ascending by step, and notes."""
-    def retain(self) -> tuple[list[str], int, int, list[str]]:
+    def retain(self) -> tuple[list[str], int, int, int, list[str]]:
         """Remove what the policy does not keep, and what saves that ended long ago have left.
 
-        Returns the folders that are gone, the number of objects removed, their bytes, and notes.
+        Returns the folders that are gone, the number of checkpoints that stay, that of objects removed, their bytes,
+        and notes.
 
         Raises:
             StaleGenerationError: As soon as a newer run has claimed the root; the next call makes up for the rest.

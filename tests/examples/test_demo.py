@@ -52,6 +52,7 @@ def expect_whole_story(finished: subprocess.CompletedProcess[str]) -> None:
     redone = 6 - int(table["resumed step"])
     assert table["losses, 2 ranks"] == f"{redone} of {redone} equal bit for bit"
     assert table["losses, 1 rank"].startswith(f"{redone} of {redone} equal but for the order of summation")
+    assert table["kept"] == "the newest 2, of steps 4 and 6"
     assert table["verified"].endswith("blocks, no problem")
     assert table["stock torch"].endswith("values equal bit for bit")
 
@@ -64,6 +65,17 @@ def test_save_and_load_prints_the_state_and_the_named_error(tmp_path):
     assert error.startswith("CheckpointNotFoundError: ")
     assert "step-8" in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_manager_lesson_goes_on_where_it_was_stopped_and_publishes_the_best(tmp_path):
+    finished = run("manager.py", tmp_path=tmp_path, limit=120)
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert lines[0] == "resumed at step 6: the same losses to the last bit"
+    kept = json.loads(lines[1].removeprefix("kept steps ").partition(", the")[0])
+    assert kept[-2:] == [8, 10] and int(lines[1].rpartition(" ")[2]) in kept
+    assert lines[2] == "published 2 tensors in model.safetensors"
+    assert list(tmp_path.glob("tmp*")) == []
 
 
 def test_demo_on_disk_keeps_every_promise_and_leaves_nothing_behind(tmp_path):

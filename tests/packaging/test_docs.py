@@ -15,6 +15,8 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # ```python run: the snippet stands alone and needs no server, no GPU and no second rank.
 RUNNABLE = re.compile(r"^python\b.*\brun\b")
+# ```python run continues: it goes on after the one before it, in the same process.
+CONTINUES = re.compile(r"^python run continues\b")
 
 
 def committed_files() -> list[Path]:
@@ -35,13 +37,16 @@ def documents() -> list[Path]:
 
 
 def runnable_snippets() -> list[tuple[str, str]]:
-    """(name, code) of each snippet of README.md and the guides that says it runs."""
-    return [
-        (f"{page.stem} snippet {k}", code)
-        for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs/guide").glob("*.md"))]
-        for k, (info, code) in enumerate(FENCE.findall(page.read_text()))
-        if RUNNABLE.match(info)
-    ]
+    """(name, code) of each snippet of README.md and the guides that says it runs, with those that continue it."""
+    found: list[tuple[str, str]] = []
+    for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs/guide").glob("*.md"))]:
+        for k, (info, code) in enumerate(FENCE.findall(page.read_text())):
+            if CONTINUES.match(info):
+                name, before = found.pop()
+                found.append((name, f"{before}\n{code}"))
+            elif RUNNABLE.match(info):
+                found.append((f"{page.stem} snippet {k}", code))
+    return found
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(REPOSITORY)))

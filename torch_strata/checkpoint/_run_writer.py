@@ -2,26 +2,32 @@
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_strata import _native
+from torch_strata.checkpoint._assignment import Assignment
 from torch_strata.checkpoint._order import SaveOrder
+from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._store import open_store
+from torch_strata.checkpoint.alarms import in_words
 from torch_strata.checkpoint.run import CheckpointType
+from torch_strata.checkpoint.run_record import RunRecord
 from torch_strata.checkpoint.writer import StrataWriter
 from torch_strata.config import StorageConfig
-from torch_strata.errors import StrataError
+from torch_strata.errors import CheckpointError, StrataError
 
 if TYPE_CHECKING:
     from torch_strata._types import RunInfo
 
-__all__ = ["RunWriter", "retain"]
+__all__ = ["OnTorn", "RunWriter", "retain"]
 
 _logger = logging.getLogger(__name__)
+
+OnTorn = Literal["warn", "raise"]
 
 
 class _Told(NamedTuple):
@@ -35,11 +41,34 @@ class RunWriter(StrataWriter):
     """Saves one checkpoint of a run. The planning rank decides which earlier one it may refer to."""
 
     def __init__(
-        self, root: str, run: _native.Run, order: SaveOrder, *, config: StorageConfig, **settings: Any
+        self,
+        root: str,
+        run: _native.Run,
+        order: SaveOrder,
+        *,
+        record: RunRecord,
+        on_torn: OnTorn,
+        config: StorageConfig,
+        **settings: Any,
     ) -> None:
         self._root, self._run, self._order = root, run, order
+        self._record, self._on_torn = record, on_torn
         self._parent: str | None = None
         super().__init__(f"{root.rstrip('/')}/{order.folder}", config=config, run_root=root, **settings)
+
+    def copy_state(self, state_dict: dict[str, Any], *, last: Assignment | None = None) -> StagedState | StagedFuture:
+        """As the writer's own.
+
+        Raises:
+            CheckpointError: Also if the state changed meanwhile, where that is asked for.
+        """
+        staged = super().copy_state(state_dict, last=last)
+        if isinstance(staged, StagedState) and staged.torn:
+            self._record.note_torn(self._order)
+            if self._on_torn == "raise":
+                staged.lease.release()
+                raise CheckpointError(f"{self.checkpoint_id}: changed while it was copied: {in_words(staged.torn)}")
+        return staged
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As the writer's own, once the run allows this step.
@@ -51,6 +80,7 @@ class RunWriter(StrataWriter):
         if self._commits:
             order = self._order
             newest = self._run.check_new(order.step, order.checkpoint_type.value, overwrite=order.overwrite)
+            self._record.learn_newest(self._run, order)
             is_incremental = order.checkpoint_type is CheckpointType.INCREMENTAL
             # What it replaces goes: it cannot refer to that.
             if is_incremental and newest is not None and newest != order.step:
@@ -84,16 +114,19 @@ class RunWriter(StrataWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """As the writer's own; then what the policy does not keep goes. A failure at that is only logged."""
         super().finish(metadata, results)
-        retain(self._run, self._root)
+        assert self._stats is not None  # the writer's own has set it
+        self._record.note_commit(self._order, self._stats.model_hash)
+        retain(self._run, self._root, self._record)
 
 
-def retain(run: _native.Run, root: str) -> None:
+def retain(run: _native.Run, root: str, record: RunRecord) -> None:
     """Remove what the policy of `run` does not keep, and log it."""
     try:
-        removed, num_objects, freed_bytes, notes = run.retain()
+        removed, num_kept, num_objects, freed_bytes, notes = run.retain()
     except StrataError as error:
         _logger.warning("%s: nothing more is removed for now: %s: %s", root, type(error).__name__, error)
         return
+    record.note_sweep(len(removed), num_kept, num_objects, freed_bytes)
     for note in notes:
         _logger.warning("%s: %s", root, note)
     if num_objects:

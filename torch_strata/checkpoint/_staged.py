@@ -30,13 +30,22 @@ class StagedState(dict[str, Any]):
         outline: Of the state that was copied.
         assignment: Of which alone the tensors were copied; None if the whole state was.
         num_bytes: Bytes of tensors that were copied.
+        torn: Names of what changed meanwhile; but for what is copied later.
     """
 
     def __init__(
-        self, state: dict[str, Any], *, lease: Lease, outline: Outline, assignment: Assignment | None, num_bytes: int
+        self,
+        state: dict[str, Any],
+        *,
+        lease: Lease,
+        outline: Outline,
+        assignment: Assignment | None,
+        num_bytes: int,
+        torn: tuple[str, ...] = (),
     ) -> None:
         super().__init__(state)
         self.lease, self.outline, self.assignment, self.num_bytes = lease, outline, assignment, num_bytes
+        self.torn = torn
 
     def items(self) -> Any:
         """As of a dict.

@@ -226,6 +226,7 @@ class _Part:
     is_running: bool = False
     was_given_up: bool = False
     staged_bytes: int = 0
+    torn: tuple[str, ...] = ()
 
     @property
     def plans(self) -> bool:
@@ -253,7 +254,7 @@ class _Part:
             "%s: saved; this rank wrote %d bytes in %.2f s (%.2f GB/s)",
             *(os.fspath(self.place), stats.written_bytes, stats.write_seconds, rate),
         )
-        return replace(stats, staged_bytes=self.staged_bytes)
+        return replace(stats, staged_bytes=self.staged_bytes, torn=self.torn)
 
     def give_up(self) -> None:
         """Another rank has failed, or the store of the group has gone: write no more."""
@@ -290,7 +291,7 @@ class _Part:
     def _save(self, staged: StagedState | StagedFuture) -> None:
         board = self.board
         state = staged.result() if isinstance(staged, StagedFuture) else staged
-        self.staged_bytes = state.num_bytes
+        self.staged_bytes, self.torn = state.num_bytes, state.torn
         board.post("plan", (_step_of(state), self._local_plan(state)))
         if self.plans:
             for rank, plan in enumerate(self._global_plan(board.gather("plan"))):

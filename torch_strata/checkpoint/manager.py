@@ -21,18 +21,20 @@ from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._generation import generation_of
 from torch_strata.checkpoint._order import SaveOrder, check_step, make_order
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
-from torch_strata.checkpoint._run_writer import RunWriter, retain
+from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
 from torch_strata.checkpoint._store import resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle
+from torch_strata.checkpoint.metrics import write_text
 from torch_strata.checkpoint.restore import restore_state
 from torch_strata.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepLast, Retention
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
+from torch_strata.checkpoint.run_record import RunRecord
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.verify import VerifyReport, verify
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptionError
+from torch_strata.errors import CheckpointNotFoundError, ConfigError, CorruptionError, StrataError
 
 __all__ = ["CheckpointManager"]
 
@@ -59,7 +61,9 @@ class CheckpointManager:
         no_dist: Whether this process saves alone, whatever groups there are.
         timeout: As `async_save`.
         on_failure: As `async_save`: with "continue" a failed save is only logged, until `max_age` is reached.
-        max_age: If no save has been committed for so long, `save` raises what the last one failed at.
+        max_age: If no save has been committed for so long, and one failed since or has been under way for as long,
+            `save` raises what the last one failed at. Time in which nobody saved does not count.
+        on_torn: Whether a state that another thread changes while it is copied is logged, or refused by `save`.
         trusted_classes: As StrataReader, for loads.
 
     Raises:
@@ -81,6 +85,7 @@ class CheckpointManager:
         timeout: timedelta = timedelta(seconds=60),
         on_failure: OnFailure = "raise",
         max_age: timedelta | None = None,
+        on_torn: OnTorn = "warn",
         trusted_classes: Any = (),
     ) -> None:
         self._root = _root(storage_path, bucket, storage_type)
@@ -92,10 +97,12 @@ class CheckpointManager:
         if max_age is not None and (not isinstance(max_age, timedelta) or max_age <= timedelta(0)):
             raise ConfigError(f"max_age: expected a timedelta above 0, found {max_age!r}")
         self._max_age = max_age
+        if on_torn not in ("warn", "raise"):
+            raise ConfigError(f"on_torn: expected 'warn' or 'raise', found {on_torn!r}")
+        self._on_torn: OnTorn = on_torn
+        self._record = RunRecord(self._root)
         self._trusted = tuple(trusted_classes)
         self._handles: list[CheckpointHandle] = []
-        self._durable_at = time.monotonic()
-        self._last_failure: BaseException | None = None
 
     @property
     def storage_path(self) -> str:
@@ -129,19 +136,23 @@ class CheckpointManager:
 
         Raises:
             ConfigError: If an argument cannot be used.
-            CheckpointError: If a value cannot be copied; if nothing was committed for `max_age`.
+            CheckpointError: If a value cannot be copied; if nothing was committed for `max_age`; with
+                ``on_torn="raise"`` if the state changes meanwhile.
             StrataError: Why the save before failed, if nobody has asked for its result.
         """
         order = make_order(step, epoch, checkpoint_type, metadata, metrics, overwrite=overwrite)
-        self._check_age()
-        if isinstance(state, bytes | bytearray | memoryview):
-            handle = self._save_bytes(state, order)
-        else:
-            handle = self._save_state(state, order)
+        if self._max_age is not None:
+            self._record.check_age(self._max_age)
+        try:
+            is_state = not isinstance(state, bytes | bytearray | memoryview)
+            handle = self._save_state(state, order) if is_state else self._save_bytes(state, order)
+        except StrataError:
+            self._record.note_refused(order)
+            raise
         self._handles = [known for known in self._handles if not known.done()]
         found = CheckpointHandle(handle, self._run, order)
         self._handles.append(found)
-        handle.add_done_callback(self._note)
+        self._record.follow(handle, order)
         return found
 
     def _save_bytes(self, data: bytes | bytearray | memoryview, order: SaveOrder) -> SaveHandle:
@@ -157,8 +168,10 @@ class CheckpointManager:
                 taken, order.as_native(), save_id=os.urandom(16).hex(), overwrite=order.overwrite, transfer=transfer
             )
             seconds = time.monotonic() - started
-            retain(self._run, self._root)
-            return SaveStats(save_id=raw[0], written_bytes=raw[4], write_seconds=seconds, committed=True)
+            retain(self._run, self._root, self._record)
+            return SaveStats(
+                save_id=raw[0], written_bytes=raw[4], own_bytes=raw[4], write_seconds=seconds, committed=True
+            )
 
         return in_turn(path, write, transfer, on_failure=self._on_failure)
 
@@ -171,13 +184,18 @@ class CheckpointManager:
             raise ConfigError(f"state: a checkpoint of type {order.checkpoint_type} needs the key {key!r}")
         if RNG_KEY in held:
             raise ConfigError(f"state: the key {RNG_KEY!r} is the manager's own")
-        rank = 0 if self._alone else dist.get_rank(self._group)
         whole = held if key is None else {key: held[key]}
         if order.checkpoint_type.is_whole:
-            whole = {**whole, RNG_KEY: {str(rank): capture_rng()}}
+            whole = {**whole, RNG_KEY: {str(self._rank): capture_rng()}}
         return async_save(
             whole,
-            storage_writer=RunWriter(self._root, self._run, order, config=self._config, overwrite=True),
+            storage_writer=RunWriter(
+                *(self._root, self._run, order),
+                record=self._record,
+                on_torn=self._on_torn,
+                config=self._config,
+                overwrite=True,
+            ),
             process_group=self._group,
             no_dist=self._no_dist,
             timeout=self._timeout,
@@ -250,6 +268,10 @@ class CheckpointManager:
         """
         return [CheckpointMetadata.of_native(raw) for raw in self._run.all()]
 
+    def next_step(self) -> int:
+        """One more than the highest step there is, 1 if there is none; every rank calls it and gets the same."""
+        return max((found.step for found in self._agree(self.all)), default=0) + 1
+
     def listed(self) -> list[ListedCheckpoint]:
         """Every folder of the run, with what is the matter with it."""
         return [ListedCheckpoint.of_native(raw) for raw in self._run.catalog()]
@@ -311,12 +333,24 @@ class CheckpointManager:
     def apply_retention(self) -> None:
         """Apply the policy now, on one rank."""
         self._claim()
-        retain(self._run, self._root)
+        retain(self._run, self._root, self._record)
 
     @property
     def last_durable_age(self) -> timedelta:
         """Time since a save of this process was committed last; since the manager was made, if none was."""
-        return timedelta(seconds=time.monotonic() - self._durable_at)
+        return self._record.last_durable_age
+
+    def metrics(self) -> str:
+        """What this rank's saves did, in Prometheus' text format; metrics are listed in docs/guide/manager.md."""
+        return self._record.text(rank=self._rank)
+
+    def write_metrics(self, path: str | os.PathLike[str]) -> None:
+        """Replace the file at `path` by `metrics`, at once: ``*.prom`` in the directory of node_exporter's textfile.
+
+        Raises:
+            StorageError: If it cannot be written.
+        """
+        write_text(path, self.metrics())
 
     def __enter__(self) -> Self:
         return self
@@ -335,28 +369,20 @@ class CheckpointManager:
     def _alone(self) -> bool:
         return self._no_dist or world_size() is None
 
+    @property
+    def _rank(self) -> int:
+        return 0 if self._alone else dist.get_rank(self._group)
+
     def _claim(self) -> None:
         """The right to commit and to remove: the one that this process's writers have too."""
         self._run.hold(generation_of(self._root, self._config))
-
-    def _note(self, handle: SaveHandle) -> None:
-        self._last_failure = handle.failure
-        if self._last_failure is None:
-            self._durable_at = time.monotonic()
-
-    def _check_age(self) -> None:
-        if self._max_age is not None and self.last_durable_age > self._max_age:
-            age = self.last_durable_age
-            raise CheckpointError(
-                f"{self._root}: nothing was committed for {age}, more than max_age={self._max_age}"
-            ) from self._last_failure
 
     def _agree(self, find: Callable[[], list[CheckpointMetadata]]) -> list[CheckpointMetadata]:
         """What the first rank finds, or its error, on all of them."""
         if self._alone:
             return find()
         told: list[Any] = [None]
-        if dist.get_rank(self._group) == 0:
+        if self._rank == 0:
             try:
                 told[0] = find()
             except Exception as error:
@@ -398,7 +424,7 @@ class CheckpointManager:
             type(error).__name__,
             error,
         )
-        if self._alone or dist.get_rank(self._group) == 0:
+        if self._rank == 0:
             folder = _native.run_folder(found.step, found.checkpoint_type.value)
             self._run.quarantine(folder, found.id, f"{type(error).__name__}: {error}")
 

@@ -15,14 +15,18 @@ class SaveStats:
         save_id: Identity of the save.
         written_bytes: Bytes that this rank wrote.
         staged_bytes: Bytes of tensors that this rank copied first, in an asynchronous save.
+        torn: Names of what changed on this rank while it was copied, in a save of `async_save`.
         write_seconds: Time this rank needed to write them, in seconds.
         store: What the store went through for that, and for the commit where this rank committed.
         committed: Whether this rank committed (the planning rank, or any rank without collectives); the fields below
-            are 0 elsewhere.
+            are 0 or None elsewhere.
         number: Number of the manifest.
         objects: Objects of the checkpoint.
         items: Tensor chunks and values of the checkpoint.
         payload_bytes: Bytes of all payloads of the checkpoint.
+        referred_bytes: Of these what stands in other checkpoints.
+        own_bytes: Bytes of the checkpoint's own objects, which all ranks wrote together.
+        model_hash: As `CheckpointMetadata.model_hash`; None without a manager.
         collected: Superseded objects removed.
         commit_seconds: Time for the commit, in seconds.
         fenced: Whether the store refuses a second writer of the same manifest.
@@ -32,6 +36,7 @@ class SaveStats:
     save_id: str
     written_bytes: int = 0
     staged_bytes: int = 0
+    torn: tuple[str, ...] = ()
     write_seconds: float = 0.0
     store: StoreStats = field(default_factory=StoreStats)
     committed: bool = False
@@ -39,6 +44,9 @@ class SaveStats:
     objects: int = 0
     items: int = 0
     payload_bytes: int = 0
+    referred_bytes: int = 0
+    own_bytes: int = 0
+    model_hash: str | None = None
     collected: int = 0
     commit_seconds: float = 0.0
     fenced: bool = False

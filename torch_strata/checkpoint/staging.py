@@ -5,6 +5,7 @@ re-uses memory that a save in flight, or whoever keeps its state, still refers t
 """
 
 import copy
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from torch_strata.checkpoint._tensors import (
     settled,
     wait_for_kernels,
 )
+from torch_strata.checkpoint.alarms import TensorWatch, changed_values, in_words
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError
 
@@ -42,6 +44,8 @@ __all__ = [
     "snapshot",
     "snapshot_behind_training",
 ]
+
+_logger = logging.getLogger(__name__)
 
 # From this size on a payload is aligned in its file so that direct I/O needs no bounce (layout.rs): so is its copy.
 _ALIGNED_BYTES = 512 << 10
@@ -61,7 +65,8 @@ def snapshot(
     """A copy that later changes to `state` do not reach: tensors copied to the host, values deep-copied.
 
     Views that were the same memory stay the same memory (tied weights are copied once); a DTensor keeps its mesh and
-    placements. The memory is lent again when nothing refers to the copy's tensors any more.
+    placements. The memory is lent again when nothing refers to the copy's tensors any more. What another thread changes
+    meanwhile is logged as torn, as far as `TensorWatch` and `changed_values` see it.
 
     Args:
         state: What `dcp.save` takes.
@@ -71,7 +76,8 @@ def snapshot(
             `StagedState.assignment` says so.
 
     Raises:
-        CheckpointError: If a value cannot be copied, naming it; if the memory is not to be had.
+        CheckpointError: If a value cannot be copied, naming it; if the memory is not to be had; if another thread adds
+            or removes tensors meanwhile.
     """
     staging = _Staging(state, frozenset(), config, user, last)
     staging.finish()
@@ -168,13 +174,17 @@ class _Staging:
             deadline_seconds=config.deadline.total_seconds(),
             user=user,
         )
+        watch = TensorWatch(leaves, passed_over=later)
         try:
             copying = self._copy(later=False)
             try:
                 with gc_paused(), torch.no_grad():
                     staged = {key: self._take(value, str(key)) for key, value in state.items()}
+                    if next(self._found, None) is not None:
+                        raise CheckpointError(f"{user}: tensors were removed from the state while it was copied")
             finally:
                 copying.wait()
+            torn = (*watch.changed(), *changed_values(state, staged))
             self._second = self._copy(later=True) if later else None
         except BaseException:
             self._lease.release()  # the error's traceback holds what was staged
@@ -186,7 +196,13 @@ class _Staging:
             outline=leaves.outline(),
             assignment=assignment,
             num_bytes=sum(piece.num_bytes for piece in self._pieces) + sum(c.nbytes for c in self._clones.values()),
+            torn=torn,
         )
+        if torn:
+            _logger.warning(
+                "%s: torn, maybe a mix of two states: these changed while they were copied: %s; save between steps",
+                *(user, in_words(torn)),
+            )
 
     def finish(self) -> None:
         """Wait until everything is copied.
@@ -246,11 +262,14 @@ class _Staging:
         if kind in LISTS:
             return kind(self._take(item, f"{name}.{i}") for i, item in enumerate(value))
         try:
-            return self._tensor(*next(self._found)) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            return self._tensor(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         except Exception as error:
             raise CheckpointError(f"cannot copy {name!r} for an asynchronous save: {error}") from error
 
-    def _tensor(self, tensor: torch.Tensor, local: torch.Tensor, place: _Place) -> torch.Tensor:
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        found, local, place = next(self._found, (None, tensor, None))
+        if found is not tensor:  # or one would be saved under the name of another
+            raise CheckpointError("tensors were added or replaced while the state was copied")
         if isinstance(place, dict):
             return rows_only({rows: self._staged(piece) for rows, piece in place.items()})
         staged = self._clone(local) if place is None else self._staged(place)

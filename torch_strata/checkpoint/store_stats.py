@@ -36,6 +36,10 @@ class StoreStats:
         """What came after `earlier`."""
         return StoreStats(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
+    def plus(self, other: "StoreStats") -> "StoreStats":
+        """Of both."""
+        return StoreStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
     def __str__(self) -> str:
         """What went wrong, in words; empty if nothing did."""
         counts = [f"{getattr(self, f.name)} {f.name}" for f in fields(self)[1:] if getattr(self, f.name)]

@@ -107,7 +107,7 @@ def prune_command(
     else:
         if not yes:
             click.confirm(f"Remove {len(going)} of {len(decisions)} checkpoints?", abort=True, err=True)
-        removed, num_objects, freed_bytes, notes = run.retain()
+        removed, _, num_objects, freed_bytes, notes = run.retain()
         report.update(removed=removed, objects=num_objects, freed_bytes=freed_bytes, notes=notes)
     if wants_json:
         click.echo(as_json(report))

@@ -62,6 +62,10 @@ pub struct CommitStats {
     pub payload_bytes: u64,
     /// Sum of the payloads that stand in other checkpoints, to which this one refers.
     pub referred_bytes: u64,
+    /// Sum of the checkpoint's own objects.
+    pub own_bytes: u64,
+    /// Of the model's content, see [`RunInfo`]; None without a manager or a model.
+    pub model_hash: Option<String>,
     /// Superseded objects that were removed.
     pub collected: u64,
     /// What a person should know.
@@ -188,6 +192,8 @@ async fn publish(
         num_items: manifest.items.len() as u64,
         payload_bytes: manifest.payload_bytes,
         referred_bytes,
+        own_bytes: manifest.objects.iter().filter(|object| object.reference.is_none()).map(|object| object.size).sum(),
+        model_hash: manifest.run.as_ref().and_then(|run| run.model_hash.clone()),
         collected: 0,
         warnings,
     };

@@ -39,8 +39,8 @@ type RawListed = (String, &'static str, String, Option<RawMetadata>, bool, bool,
 /// step, epoch, type, metadata, metrics.
 pub(crate) type RawRunInfo = (u64, u64, String, BTreeMap<String, String>, BTreeMap<String, f64>);
 
-/// folders removed, objects, bytes, notes.
-type RawSwept = (Vec<String>, u64, u64, Vec<String>);
+/// folders removed, checkpoints kept, objects, bytes, notes.
+type RawSwept = (Vec<String>, u64, u64, u64, Vec<String>);
 
 /// (folder, keeps, because) of each checkpoint; notes.
 type RawPlan = (Vec<(String, bool, String)>, Vec<String>);
@@ -84,7 +84,7 @@ fn raw_listed(listed: Listed, root: &str) -> RawListed {
 }
 
 fn raw_swept(swept: Swept) -> RawSwept {
-    (swept.removed, swept.num_objects, swept.freed_bytes, swept.notes)
+    (swept.removed, swept.num_kept, swept.num_objects, swept.freed_bytes, swept.notes)
 }
 
 /// A policy as nested tuples: its name, then what it takes.

@@ -229,6 +229,8 @@ pub(crate) struct CommitStats {
     num_items: u64,
     payload_bytes: u64,
     referred_bytes: u64,
+    own_bytes: u64,
+    model_hash: Option<String>,
     collected: u64,
     warnings: Vec<String>,
 }
@@ -281,6 +283,17 @@ fn commit(
         core::commit(&*store, &base, job).await
     })?;
     let core::CommitStats { number, fenced, num_objects, num_items, payload_bytes, referred_bytes, .. } = stats;
-    let core::CommitStats { collected, warnings, .. } = stats;
-    Ok(CommitStats { number, fenced, num_objects, num_items, payload_bytes, referred_bytes, collected, warnings })
+    let core::CommitStats { own_bytes, model_hash, collected, warnings, .. } = stats;
+    Ok(CommitStats {
+        number,
+        fenced,
+        num_objects,
+        num_items,
+        payload_bytes,
+        referred_bytes,
+        own_bytes,
+        model_hash,
+        collected,
+        warnings,
+    })
 }

@@ -216,7 +216,9 @@ impl Run {
     /// As [`sweep`].
     pub async fn retain(&self) -> Result<Swept> {
         let (listed, rules) = (self.catalog().await?, self.rules());
-        sweep(&self.root, &listed, &plan_sweep(&listed, &rules), &rules, self.generation().await?).await
+        let plan = plan_sweep(&listed, &rules);
+        let swept = sweep(&self.root, &listed, &plan, &rules, self.generation().await?).await?;
+        Ok(Swept { num_kept: (plan.decisions.len() - swept.removed.len()) as u64, ..swept })
     }
 
     fn rules(&self) -> Rules {

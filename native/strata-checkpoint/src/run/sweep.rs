@@ -53,6 +53,8 @@ pub struct SweepPlan {
 pub struct Swept {
     /// Folders of checkpoints that are gone.
     pub removed: Vec<String>,
+    /// Checkpoints that are still there, as [`super::life::Run::retain`] counts them.
+    pub num_kept: u64,
     /// Objects that were removed, those of saves that never ended among them.
     pub num_objects: u64,
     /// What these took, in bytes.
