@@ -14,12 +14,16 @@ use crate::base::{Base, newest_generation};
 use crate::collect::{Before, FOLDERS, collect};
 use crate::item::Object;
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, decode, encode_with};
-use crate::open::{MetadataState, RETIRED, metadata_name, metadata_state, metadata_tail, or_empty};
+use crate::open::{MetadataState, RETIRED, marked, metadata_name, metadata_state, metadata_tail, or_empty};
 use crate::record::Records;
-use crate::run::catalog::{State, folder_of, marked};
+use crate::run::catalog::{State, folder_of};
 use crate::run::{RunInfo, model_hash};
 use crate::stock_pickle::{StockParts, stock_pickle};
 use crate::{Error, Result};
+
+/// Numbers of manifests of one generation. Those of a later one are higher, whatever has been removed since: a name that
+/// was used twice would be removed for the old one by a run that was replaced in the middle of its retention.
+const GENERATION_BITS: u32 = 20;
 
 /// What is to be committed.
 #[derive(Debug)]
@@ -166,7 +170,7 @@ async fn publish(
     manifest.save_id.clone_from(&commit.save_id);
     manifest.previous_save_id.clone_from(&commit.previous_save_id);
     manifest.planner_data.clone_from(&commit.planner_data);
-    manifest.number = base.number + 1;
+    manifest.number = (base.number + 1).max(commit.generation << GENERATION_BITS);
     manifest.created_at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
     manifest.world_size = commit.world_size;
     manifest.rank = commit.rank;

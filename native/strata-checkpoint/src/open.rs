@@ -204,9 +204,8 @@ pub(crate) async fn newest(store: &dyn Store, rank: Option<u32>) -> Result<Newes
 async fn newest_listed(store: &dyn Store, rank: Option<u32>) -> Result<Newest> {
     let listed = or_empty(store.list(if rank.is_some() { RANKS_FOLDER } else { FOLDER }).await)?;
     let all = sorted_names(&listed);
-    let retired: HashSet<&str> =
-        listed.iter().filter_map(|object| object.name.strip_prefix(FOLDER)?.strip_prefix(RETIRED)).collect();
-    let mut found = Newest::default();
+    let retired = marked(&listed, RETIRED).map(str::to_owned).collect();
+    let mut found = Newest { retired, ..Newest::default() };
     let mut first_fault = None;
     for name in all.iter().rev().filter(|name| name.rank == rank) {
         let object = format!("{}/{}", store.url(), name.path());
@@ -237,6 +236,11 @@ async fn newest_listed(store: &dyn Store, rank: Option<u32>) -> Result<Newest> {
     }
     // A torn manifest beside no older one is damage, not an interrupted commit: those leave the old one in place.
     first_fault.map_or(Ok(found), Err)
+}
+
+/// What the marks of a kind among `objects` are of.
+pub(crate) fn marked<'a>(objects: &'a [ObjectInfo], mark: &'a str) -> impl Iterator<Item = &'a str> {
+    objects.iter().filter_map(move |object| object.name.strip_prefix(FOLDER)?.strip_prefix(mark))
 }
 
 /// All manifests at a place, sorted by number.

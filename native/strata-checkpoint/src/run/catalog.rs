@@ -8,7 +8,7 @@ use strata_io::{Error as IoError, ObjectInfo, Store};
 
 use super::{CheckpointMetadata, CheckpointType, Part, parse_folder};
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode_head, head_bytes};
-use crate::open::{OPEN_TRIES, RETIRED, or_empty};
+use crate::open::{OPEN_TRIES, RETIRED, marked, or_empty};
 use crate::{Error, Result};
 
 /// Read at once of a manifest; most heads are shorter.
@@ -183,11 +183,6 @@ async fn look_once(run_root: &dyn Store, folder: &str, objects: &[ObjectInfo]) -
         retired,
         fault,
     }))
-}
-
-/// What the marks of a kind among `objects` are of.
-pub(crate) fn marked<'a>(objects: &'a [ObjectInfo], mark: &'a str) -> impl Iterator<Item = &'a str> {
-    objects.iter().filter_map(move |object| object.name.strip_prefix(FOLDER)?.strip_prefix(mark))
 }
 
 /// What the manifests in a folder say.

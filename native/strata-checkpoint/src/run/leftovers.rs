@@ -6,13 +6,13 @@ use std::collections::HashSet;
 use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::{ObjectInfo, Store, UPLOADS_FOLDER, discard_upload, pending_uploads};
 
-use super::catalog::{ABANDONED, Listed, PIN, QUARANTINED, State, VERIFIED, marked};
+use super::catalog::{ABANDONED, Listed, PIN, QUARANTINED, State, VERIFIED};
 use super::sweep::{Rules, Swept};
 use crate::Result;
 use crate::collect::{FOLDERS, LEASES_FOLDER};
 use crate::manifest::{FOLDER, ManifestName};
 use crate::names::is_our_data_object;
-use crate::open::{RETIRED, carries, metadata_tail, or_empty};
+use crate::open::{RETIRED, carries, marked, metadata_tail, or_empty};
 
 /// Objects by which it was tried whether a store honours create-only writes.
 const PROBE: &str = "probe-";

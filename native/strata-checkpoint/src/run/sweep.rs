@@ -11,13 +11,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use strata_io::{ObjectInfo, PutMode, Store};
 
-use super::catalog::{Listed, PIN, State, catalog, marked};
+use super::catalog::{Listed, PIN, State, catalog};
 use super::leftovers::{left_over, remove_left};
 use super::retention::{Decision, Facts, Policy, decide};
 use crate::base::newest_generation;
 use crate::collect::leased;
 use crate::manifest::FOLDER;
-use crate::open::{RETIRED, or_empty};
+use crate::open::{RETIRED, marked, or_empty};
 use crate::{Error, Result};
 
 /// What decides what a sweep removes.
