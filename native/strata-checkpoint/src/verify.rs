@@ -56,9 +56,12 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, F
     let is_there = |item: &&Item| item.item_offset + item.item_bytes <= sizes[item.object as usize];
     let all = checkpoint.manifest.items.all();
     let items: Vec<&Item> = unique_items(&all).into_iter().filter(is_there).collect();
-    let checks = items.iter().flat_map(|item| pieces(item).into_iter().map(move |piece| (*item, piece)));
+    let gaps = gaps(checkpoint, &items);
+    let pieces = items.iter().zip(gaps).flat_map(|(item, gap)| {
+        pieces(item).into_iter().map(move |piece| (*item, if piece.start == 0 { gap } else { 0 }, piece))
+    });
     let checks: Vec<_> =
-        checks.map(|(item, range)| check_piece(store, &siblings, checkpoint, item, range).boxed()).collect();
+        pieces.map(|(item, gap, range)| check_piece(store, &siblings, checkpoint, item, gap, range).boxed()).collect();
     let mut results = stream::iter(checks).buffered(READS_AHEAD);
     let mut stats = ReadStats::default();
     let mut whole = WholeCrcs::default();
@@ -123,6 +126,20 @@ fn pieces(item: &Item) -> Vec<Range<u64>> {
     (0..count).map(|i| i * REQUEST_BYTES..((i + 1) * REQUEST_BYTES).min(item.payload_bytes)).collect()
 }
 
+/// Bytes before each of `items`, which are in order, up to the one before it: zeros, by which it is aligned.
+///
+/// None in objects of others, for items of theirs that are not in this manifest may stand there, nor in stock's.
+fn gaps(checkpoint: &Checkpoint, items: &[&Item]) -> Vec<u64> {
+    let mut before = (u32::MAX, 0);
+    let gap = |item: &&Item| {
+        let start = if before.0 == item.object { before.1 } else { 0 };
+        before = (item.object, item.item_offset + item.item_bytes);
+        let is_own = checkpoint.manifest.objects[item.object as usize].reference.is_none();
+        if is_own && checkpoint.source == Source::Strata { item.item_offset.saturating_sub(start) } else { 0 }
+    };
+    items.iter().map(gap).collect()
+}
+
 struct Piece<'a> {
     item: &'a Item,
     bytes: u64,
@@ -138,11 +155,12 @@ async fn check_piece<'a>(
     siblings: &Siblings,
     checkpoint: &Checkpoint,
     item: &'a Item,
+    gap: u64,
     payload: Range<u64>,
 ) -> Piece<'a> {
     let stored = &checkpoint.manifest.objects[item.object as usize];
     let object = || object_path(store.url(), checkpoint, item.object);
-    let start = if payload.start == 0 { item.item_offset } else { item.payload_offset() + payload.start };
+    let start = if payload.start == 0 { item.item_offset - gap } else { item.payload_offset() + payload.start };
     let is_last = payload.end == item.payload_bytes;
     let end = if is_last { item.item_offset + item.item_bytes } else { item.payload_offset() + payload.end };
     let mut piece = Piece {
@@ -174,7 +192,11 @@ async fn check_piece<'a>(
                 Err(error) => piece.problems.push(error.to_string()),
             }
         }
-        let head = (payload.start == 0).then(|| bytes.slice(..at));
+        let gap = bytes.slice(..gap as usize);
+        if gap.iter().any(|byte| *byte != 0) {
+            piece.problems.push(format!("{:?} in {}: the bytes before it are not zeros", item.name(), object()));
+        }
+        let head = (payload.start == 0).then(|| bytes.slice(gap.len()..at));
         let tail = is_last.then(|| bytes.slice(at + body.len()..));
         piece
             .problems

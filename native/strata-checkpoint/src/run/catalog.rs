@@ -1,6 +1,6 @@
 //! Which checkpoints a run has, by one listing and the first bytes of each manifest.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use futures::{StreamExt, TryStreamExt, stream};
@@ -53,6 +53,26 @@ pub struct Listed {
     pub fault: Option<String>,
     /// Every object in it, by its name in the folder.
     pub objects: Vec<ObjectInfo>,
+    /// What was read of its manifests.
+    heads: Known,
+}
+
+/// Heads of manifests by their names below the root. While a run looks now and then, no name comes to stand for another
+/// manifest unnoticed: a later generation numbers its own higher, and what this one has removed it misses at its next
+/// look.
+pub(super) type Known = HashMap<String, Head>;
+
+/// The head of a manifest, and how it was listed.
+#[derive(Debug, Clone)]
+pub(super) struct Head {
+    size: u64,
+    modified_at: u64,
+    manifest: Arc<Manifest>,
+}
+
+/// What was read for `listed`, for the next look.
+pub(super) fn known(listed: &[Listed]) -> Known {
+    listed.iter().flat_map(|listed| listed.heads.clone()).collect()
 }
 
 /// What is committed in a folder.
@@ -108,6 +128,11 @@ impl Listed {
 /// # Errors
 /// What the store says: a listing that failed is never an empty one. A root that is not there yet is empty.
 pub async fn catalog(run_root: &Arc<dyn Store>) -> Result<Vec<Listed>> {
+    catalog_again(run_root, &Known::new()).await
+}
+
+/// As [`catalog`], but for manifests of which the head is known.
+pub(super) async fn catalog_again(run_root: &Arc<dyn Store>, known: &Known) -> Result<Vec<Listed>> {
     let mut folders: BTreeMap<String, Vec<ObjectInfo>> = BTreeMap::new();
     for object in or_empty(run_root.list_below("").await)? {
         if let Some((folder, name)) = object.name.split_once('/') {
@@ -122,7 +147,7 @@ pub async fn catalog(run_root: &Arc<dyn Store>) -> Result<Vec<Listed>> {
     folders.retain(|folder, _| format!("{folder}/") != FOLDER);
     let looks = folders.into_iter().map(|(folder, objects)| {
         let run_root = run_root.clone();
-        async move { look(&*run_root, folder, objects).await }
+        async move { look(&*run_root, folder, objects, known).await }
     });
     let found: Vec<Option<Listed>> = stream::iter(looks).buffered(CONCURRENCY).try_collect().await?;
     Ok(found.into_iter().flatten().collect())
@@ -133,7 +158,7 @@ pub async fn catalog(run_root: &Arc<dyn Store>) -> Result<Vec<Listed>> {
 /// # Errors
 /// As [`catalog`].
 pub async fn folder_of(run_root: &dyn Store, folder: &str) -> Result<Option<Listed>> {
-    look(run_root, folder.to_owned(), inside(run_root, folder).await?).await
+    look(run_root, folder.to_owned(), inside(run_root, folder).await?, &Known::new()).await
 }
 
 async fn inside(run_root: &dyn Store, folder: &str) -> Result<Vec<ObjectInfo>> {
@@ -142,20 +167,30 @@ async fn inside(run_root: &dyn Store, folder: &str) -> Result<Vec<ObjectInfo>> {
     Ok(listed.into_iter().map(|object| ObjectInfo { name: name(&object), ..object }).collect())
 }
 
-async fn look(run_root: &dyn Store, folder: String, mut objects: Vec<ObjectInfo>) -> Result<Option<Listed>> {
+async fn look(
+    run_root: &dyn Store,
+    folder: String,
+    mut objects: Vec<ObjectInfo>,
+    known: &Known,
+) -> Result<Option<Listed>> {
     for _ in 1..OPEN_TRIES {
-        match look_once(run_root, &folder, &objects).await {
+        match look_once(run_root, &folder, &objects, known).await {
             // Listed, then superseded and collected: what supersedes it was not listed.
             Err(Error::Io(IoError::NotFound { .. })) => objects = inside(run_root, &folder).await?,
             looked => return looked,
         }
     }
-    look_once(run_root, &folder, &objects).await
+    look_once(run_root, &folder, &objects, known).await
 }
 
-async fn look_once(run_root: &dyn Store, folder: &str, objects: &[ObjectInfo]) -> Result<Option<Listed>> {
-    let Heads { newest, refers_to, owns, outdated, save_ids, retired, fault } =
-        heads(run_root, folder, objects).await?;
+async fn look_once(
+    run_root: &dyn Store,
+    folder: &str,
+    objects: &[ObjectInfo],
+    known: &Known,
+) -> Result<Option<Listed>> {
+    let Heads { newest, refers_to, owns, outdated, save_ids, retired, fault, all } =
+        heads(run_root, folder, objects, known).await?;
     let state = match (newest, &fault) {
         (Some(manifest), _) => State::Committed(Box::new(manifest)),
         (None, Some(fault)) => State::Unreadable(fault.clone()),
@@ -182,6 +217,7 @@ async fn look_once(run_root: &dyn Store, folder: &str, objects: &[ObjectInfo]) -
         save_ids,
         retired,
         fault,
+        heads: all,
     }))
 }
 
@@ -195,42 +231,42 @@ struct Heads {
     save_ids: BTreeSet<String>,
     retired: BTreeSet<String>,
     fault: Option<String>,
+    all: Known,
 }
 
 /// The heads of the manifests among `objects`.
-async fn heads(run_root: &dyn Store, folder: &str, objects: &[ObjectInfo]) -> Result<Heads> {
+async fn heads(run_root: &dyn Store, folder: &str, objects: &[ObjectInfo], known: &Known) -> Result<Heads> {
     let of_whole = |object: &ObjectInfo| ManifestName::parse(&object.name).filter(|name| name.rank.is_none());
-    let mut manifests: Vec<(ManifestName, u64)> =
-        objects.iter().filter_map(|object| Some((of_whole(object)?, object.size))).collect();
-    manifests.sort();
+    let mut manifests: Vec<(ManifestName, &ObjectInfo)> =
+        objects.iter().filter_map(|object| Some((of_whole(object)?, object))).collect();
+    manifests.sort_by_key(|(name, _)| *name);
     // Somebody took hold of it before it was gone: the next sweep removes the tombstone.
     let is_held = marked(objects, PIN).next().is_some();
     let retired: BTreeSet<&str> = marked(objects, RETIRED).filter(|_| !is_held).collect();
     let mut heads = Heads::default();
-    for (name, size) in manifests.into_iter().rev() {
-        match head(run_root, &format!("{folder}/{}", name.path()), size).await {
-            Ok(manifest) if retired.contains(&*manifest.save_id) => {
-                let own = manifest.objects.into_iter().filter(|object| object.reference.is_none());
-                heads.retired.extend(own.map(|object| object.name).chain([name.path()]));
-            }
-            Ok(manifest) => {
-                heads.name(&manifest);
-                match &heads.newest {
-                    None => heads.newest = Some(manifest),
-                    Some(_) => heads.outdated.push(name.path()),
-                }
-            }
+    for (name, object) in manifests.into_iter().rev() {
+        let path = format!("{folder}/{}", name.path());
+        let manifest = match head(run_root, &path, object, known).await {
+            Ok(manifest) => manifest,
             Err(Error::Manifest { object, detail } | Error::Unsupported { object, detail }) => {
                 heads.fault.get_or_insert(format!("{object}: {detail}"));
+                continue;
             }
             Err(error) => return Err(error),
-        }
+        };
+        heads.name(&manifest, name, retired.contains(&*manifest.save_id));
+        heads.all.insert(path, Head { size: object.size, modified_at: object.modified_at, manifest });
     }
     Ok(heads)
 }
 
 impl Heads {
-    fn name(&mut self, manifest: &Manifest) {
+    fn name(&mut self, manifest: &Manifest, name: ManifestName, is_retired: bool) {
+        if is_retired {
+            let own = manifest.objects.iter().filter(|object| object.reference.is_none());
+            self.retired.extend(own.map(|object| object.name.clone()).chain([name.path()]));
+            return;
+        }
         self.save_ids.insert(manifest.save_id.clone());
         for object in &manifest.objects {
             match object.reference {
@@ -241,11 +277,19 @@ impl Heads {
                 }
             }
         }
+        match &self.newest {
+            None => self.newest = Some(manifest.clone()),
+            Some(_) => self.outdated.push(name.path()),
+        }
     }
 }
 
-/// The head of the manifest at `path`, of `size` bytes.
-async fn head(run_root: &dyn Store, path: &str, size: u64) -> Result<Manifest> {
+/// The head of the manifest at `path`, which was listed as `object`.
+async fn head(run_root: &dyn Store, path: &str, object: &ObjectInfo, known: &Known) -> Result<Arc<Manifest>> {
+    let (size, modified_at) = (object.size, object.modified_at);
+    if let Some(head) = known.get(path).filter(|head| (head.size, head.modified_at) == (size, modified_at)) {
+        return Ok(head.manifest.clone());
+    }
     let failed = |error| match error {
         DecodeError::Damaged(detail) => Error::Manifest { object: format!("{}/{path}", run_root.url()), detail },
         DecodeError::Unsupported(detail) => Error::Unsupported { object: format!("{}/{path}", run_root.url()), detail },
@@ -255,7 +299,7 @@ async fn head(run_root: &dyn Store, path: &str, size: u64) -> Result<Manifest> {
     if needed > start.len() as u64 && needed <= size {
         start = run_root.read(path, Some(0..needed)).await?;
     }
-    decode_head(&start).map_err(failed)
+    decode_head(&start).map(Arc::new).map_err(failed)
 }
 
 /// Whether a folder without a manifest that counts is somebody else's checkpoint.

@@ -9,7 +9,7 @@ use strata_io::schedule::ByteBudget;
 use strata_io::{PutMode, Store};
 use tokio::sync::OnceCell;
 
-use super::catalog::{ABANDONED, Listed, PIN, QUARANTINED, State, VERIFIED, catalog, folder_of};
+use super::catalog::{ABANDONED, Known, Listed, PIN, QUARANTINED, State, VERIFIED, catalog_again, folder_of, known};
 use super::retention::Policy;
 use super::sweep::{Rules, SweepPlan, Swept, check_generation, plan_sweep, sweep};
 use super::{CheckpointMetadata, Part, RunInfo, folder};
@@ -37,6 +37,7 @@ pub struct Run {
     policy: Policy,
     orphan_age: Duration,
     in_flight: Mutex<HashSet<String>>,
+    known: Mutex<Known>,
 }
 
 /// What to save, besides the bytes.
@@ -51,7 +52,16 @@ pub struct NewCheckpoint {
 impl Run {
     /// The run below `root`; looks at nothing yet. `owner`: a nonce of this process.
     pub fn new(root: Arc<dyn Store>, budget: ByteBudget, owner: String, policy: Policy, orphan_age: Duration) -> Self {
-        Self { root, budget, owner, policy, orphan_age, generation: OnceCell::new(), in_flight: Mutex::default() }
+        Self {
+            root,
+            budget,
+            owner,
+            policy,
+            orphan_age,
+            generation: OnceCell::new(),
+            in_flight: Mutex::default(),
+            known: Mutex::default(),
+        }
     }
 
     /// The root's store.
@@ -76,15 +86,18 @@ impl Run {
     /// Every folder of the run.
     ///
     /// # Errors
-    /// As [`catalog`].
+    /// As [`super::catalog::catalog`].
     pub async fn catalog(&self) -> Result<Vec<Listed>> {
-        catalog(&self.root).await
+        let before = self.known.lock().expect("no panic while held").clone();
+        let listed = catalog_again(&self.root, &before).await?;
+        *self.known.lock().expect("no panic while held") = known(&listed);
+        Ok(listed)
     }
 
     /// The committed checkpoints, ascending by step; not those that were found damaged or abandoned.
     ///
     /// # Errors
-    /// As [`catalog`].
+    /// As [`super::catalog::catalog`].
     pub async fn all(&self) -> Result<Vec<CheckpointMetadata>> {
         let listed = self.catalog().await?;
         let usable = listed.iter().filter(|listed| !listed.is_quarantined && !listed.is_abandoned);
@@ -205,7 +218,7 @@ impl Run {
     /// What a sweep would do now.
     ///
     /// # Errors
-    /// As [`catalog`].
+    /// As [`super::catalog::catalog`].
     pub async fn plan(&self) -> Result<SweepPlan> {
         Ok(plan_sweep(&self.catalog().await?, &self.rules()))
     }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use strata_io::{ObjectInfo, PutMode, Store};
 
-use super::catalog::{Listed, PIN, State, catalog};
+use super::catalog::{Listed, PIN, State, catalog_again, known};
 use super::leftovers::{left_over, remove_left};
 use super::retention::{Decision, Facts, Policy, decide};
 use crate::base::newest_generation;
@@ -127,7 +127,7 @@ pub async fn sweep(
         return remove_leftovers(run_root, listed, rules, generation, swept).await;
     }
     // Once more, now that they are out of sight: what was saved since the first look may refer to what they hold.
-    let listed = catalog(run_root).await?;
+    let listed = catalog_again(run_root, &known(listed)).await?;
     let faults: Vec<String> = listed.iter().filter_map(|listed| listed.fault.clone()).collect();
     if swept.is_barred(&faults) {
         return Ok(swept);

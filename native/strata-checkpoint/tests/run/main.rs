@@ -2,6 +2,7 @@
 //! leaves each checkpoint whole or gone.
 
 mod chaos;
+mod cost;
 mod model;
 mod schedules;
 
