@@ -1,10 +1,12 @@
 """SIGKILL at random moments of a process that saves without a pause: nothing that was told is lost, nothing is left."""
 
+import contextlib
 import multiprocessing
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,8 @@ import pytest
 import torch
 
 from tests.checkpoint.ranks import _CONTEXT
-from tests.support.s3 import Bucket
-from torch_strata import StorageConfig
+from tests.support.s3 import Bucket, options
+from torch_strata import CheckpointNotFoundError, StorageConfig
 from torch_strata.checkpoint._opened import open_checkpoint
 from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.manager import CheckpointManager
@@ -22,7 +24,7 @@ from torch_strata.checkpoint.retention import KeepLast
 from torch_strata.checkpoint.run import open_run
 
 # Tensors of more than a part, so that uploads are left in the middle.
-CONFIG = StorageConfig(part_bytes=5 << 20)
+SMALL_PARTS = StorageConfig(part_bytes=5 << 20)
 START_SECONDS = 60
 
 
@@ -47,11 +49,11 @@ def equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def train(root: str, seed: int, told: Any) -> None:
+def train(root: str, config: StorageConfig, seed: int, told: Any) -> None:
     """Resumes, and saves until it is killed; tells of each step that is committed."""
     torch.set_num_threads(1)
     dice = random.Random(seed)
-    manager = CheckpointManager(root, keep_count=2, config=CONFIG)
+    manager = CheckpointManager(root, keep_count=2, config=config)
     newest = manager.latest()
     step = 0 if newest is None else newest.step
     told.send(("begins", step))
@@ -62,37 +64,34 @@ def train(root: str, seed: int, told: Any) -> None:
         told.send(("saved", step))
 
 
-def steps_told(pipe: Any, within: float) -> Iterator[tuple[str, int]]:
-    """What is told until the time is over, or the end of the process."""
-    ends_at = time.monotonic() + within
-    try:
-        while pipe.poll(max(0.0, ends_at - time.monotonic())):
-            yield pipe.recv()
-    except EOFError:
-        return
-
-
-def kill_once(root: str, dice: random.Random) -> int:
-    """The newest step that was told to be committed, of a process that is killed while it saves."""
+def kill_once(root: str, config: StorageConfig, dice: random.Random, *, saves: int) -> int:
+    """The newest step that was told to be committed, of a process that is killed after so many saves."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=train, args=(root, dice.randrange(1 << 30), sender))
+    process = _CONTEXT.Process(target=train, args=(root, config, dice.randrange(1 << 30), sender))
     process.start()
     sender.close()
     try:
-        assert receiver.poll(START_SECONDS), "it does not begin"
-        newest = receiver.recv()[1]
-        # From the first request of a save to the middle of the third.
-        newest = max([newest, *(step for _, step in steps_told(receiver, dice.random() * 1.5))])
+        newest = 0
+        for _ in range(1 + saves):
+            assert receiver.poll(START_SECONDS), "it does nothing"
+            newest = receiver.recv()[1]
+        time.sleep(dice.random() * 1.5)
         assert process.is_alive(), "it ended by itself"
     finally:
         process.kill()
         process.join()
-    # Told, and not read before it was killed.
-    return max([newest, *(step for _, step in steps_told(receiver, 0.0))])
+    return max([newest, *told_since(receiver)])
 
 
-def assert_resumable(root: str, told: int) -> None:
-    manager = CheckpointManager(root, config=CONFIG)
+def told_since(receiver: Any) -> Iterator[int]:
+    """Steps that were told and not read before the end of the process."""
+    with contextlib.suppress(EOFError):
+        while receiver.poll(0):
+            yield receiver.recv()[1]
+
+
+def assert_resumable(root: str, config: StorageConfig, told: int) -> None:
+    manager = CheckpointManager(root, config=config)
     newest = manager.latest()
     assert (newest.step if newest else 0) >= told, "what was told to be committed is lost"
     for found in manager.all():
@@ -100,49 +99,45 @@ def assert_resumable(root: str, told: int) -> None:
         assert equal({key: loaded[key] for key in ("model", "optimizer", "step")}, state_of(found.step)), found
 
 
-def collected(root: str, count: int) -> None:
+def collected(root: str, config: StorageConfig, count: int) -> None:
     """As if everything that is left were older than a day."""
-    run = open_run(root, CONFIG, policy=KeepLast(count), orphan_age=timedelta(0))
+    run = open_run(root, config, policy=KeepLast(count), orphan_age=timedelta(0))
     run.generation()
     for _ in range(3):
         run.retain()
 
 
-def named(root: str) -> set[str]:
-    """What the manifests of the run name, below its root, and the manifests."""
+def named(root: str, config: StorageConfig) -> set[str]:
+    """Data objects that the checkpoints of the run name, without their folders: no name is used twice."""
     names = set()
-    for folder in (listed.folder for listed in CheckpointManager(root, config=CONFIG).listed()):
-        place = f"{root}/{folder}"
-        try:
-            opened = open_checkpoint(open_store(place, CONFIG), place, rank=None)
-        except Exception:
-            continue
-        names |= {os.path.normpath(f"{folder}/{name}") for name, _ in opened.native.objects()}
-        names |= {f"{folder}/.metadata"}
+    for place in (f"{root}/{listed.folder}" for listed in CheckpointManager(root, config=config).listed()):
+        with contextlib.suppress(CheckpointNotFoundError):  # what is left of one to whose data another refers
+            names |= {name for name, _ in open_checkpoint(open_store(place, config), place, rank=None).native.objects()}
     return names
 
 
-def assert_nothing_left(root: str, found: Any) -> None:
+def assert_nothing_left(root: str, config: StorageConfig, found: Callable[[], list[str]]) -> None:
     """What is there is what the manifests name; with one checkpoint, nothing but that."""
-    collected(root, 2)
-    is_data = [name for name in found() if "/.strata/" not in name and not name.startswith(".strata/")]
-    assert set(is_data) == named(root)
-    manager = CheckpointManager(root, keep_count=1, config=CONFIG)
+    collected(root, config, 2)
+    there = found()
+    data = [os.path.basename(name) for name in there if name.endswith(".distcp")]
+    assert sorted(data) == sorted(named(root, config)), "\n".join(there)
+    manager = CheckpointManager(root, keep_count=1, config=config)
     newest = manager.latest()
     step = 1 + (newest.step if newest else 0)
     manager.save(state_of(step), step=step).result(timedelta(seconds=60))
-    collected(root, 1)
+    collected(root, config, 1)
     left = [name for name in found() if not name.startswith(".strata/generations/")]
     kinds = sorted(os.path.splitext(name)[1] or os.path.dirname(name) for name in left)
     assert all(name.startswith(f"step-{step}/") for name in left), left
     assert kinds == [".distcp", f"step-{step}", f"step-{step}/.strata"], left
 
 
-def sweep(root: str, kills: int, seed: int) -> None:
+def sweep(root: str, config: StorageConfig, kills: int, seed: int) -> None:
     dice, told = random.Random(seed), 0
-    for _ in range(kills):
-        told = max(told, kill_once(root, dice))
-        assert_resumable(root, told)
+    for kill in range(kills):
+        told = max(told, kill_once(root, config, dice, saves=(kill + 1) % 2))
+        assert_resumable(root, config, told)
     assert told > 0
 
 
@@ -154,16 +149,16 @@ def files_of(root: Path) -> list[str]:
 
 
 def check_local(root: Path, kills: int, seed: int) -> None:
-    sweep(str(root), kills, seed)
-    files_of(root)
-    assert_nothing_left(str(root), lambda: files_of(root))
+    sweep(str(root), SMALL_PARTS, kills, seed)
+    files_of(root)  # makes what is staged old
+    assert_nothing_left(str(root), SMALL_PARTS, lambda: files_of(root))
     assert len([path for path in root.glob("*/") if path.name != ".strata"]) == 1, "an empty folder is left"
 
 
 def check_bucket(bucket: Bucket, kills: int, seed: int) -> None:
-    root = bucket.url("run")
-    sweep(root, kills, seed)
-    assert_nothing_left(root, lambda: [key.removeprefix("run/") for key in bucket.sizes()])
+    root, config = bucket.url("run"), replace(SMALL_PARTS, storage_options=options(bucket.endpoint))
+    sweep(root, config, kills, seed)
+    assert_nothing_left(root, config, lambda: [key.removeprefix("run/") for key in bucket.sizes()])
     assert bucket.open_uploads() == []
 
 

@@ -294,6 +294,27 @@ async fn a_save_in_flight_is_left_alone_and_what_is_left_of_an_old_one_is_not() 
 }
 
 #[tokio::test]
+async fn a_clock_that_was_set_back_makes_nothing_old_and_the_order_is_that_of_the_steps() {
+    let run = Run::new(memory()).await;
+    run.save(1, &[("a", 1)], None).await;
+    run.save(2, &[("a", 2)], None).await;
+    let (store, budget) = (run.root.child("step-3").expect("plain"), ByteBudget::new(64 << 20));
+    let orphan = write_items(&*store, &budget, vec![item(&("a", 3))], 0, &"e".repeat(32), None, &Arc::default()).await;
+    orphan.expect("written");
+    // 1970: all that is there comes from the future.
+    let rules = |policy| Rules { policy, orphan_age: Duration::from_secs(60), now: 10, in_flight: HashSet::new() };
+    let last = Policy::Last(NonZeroU64::MIN);
+    let young = Policy::Younger(Duration::from_secs(60));
+    for (policy, removed) in [(young, vec![]), (last, vec!["step-1"])] {
+        let (listed, rules) = (catalog(&run.root).await.expect("listed"), rules(policy));
+        let plan = plan_sweep(&listed, &rules);
+        let swept = sweep(&run.root, &listed, &plan, &rules, run.generation).await.expect("swept");
+        assert_eq!(swept.removed, removed);
+    }
+    assert!(run.everything().await.contains(&format!("step-3/__0_0.{}.distcp", "e".repeat(32))));
+}
+
+#[tokio::test]
 async fn a_run_that_was_replaced_removes_nothing() {
     let old = Run::new(memory()).await;
     old.save(1, &[("a", 1)], None).await;
