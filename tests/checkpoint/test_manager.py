@@ -209,6 +209,30 @@ def test_a_damaged_newest_is_passed_over_and_stays_for_a_person(
         manager.load(3, empty_state())
 
 
+def test_a_newest_of_which_a_part_is_gone_is_passed_over(
+    manager: CheckpointManager, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(manager, 1, 2)
+    for path in (tmp_path / "run/step-2").glob("*.distcp"):
+        path.unlink()
+    state = empty_state()
+    manager.load("latest", state)
+    assert_is(state, 1)
+    assert "step-2 is damaged and is passed over" in caplog.text
+
+
+def test_whoever_takes_a_run_back_has_claimed_it(tmp_path: Path) -> None:
+    first = CheckpointManager(tmp_path / "run")
+    saved(first, 1, 2)
+    _native.Run(
+        open_store(tmp_path / "run", StorageConfig()), owner="another process", policy=("all",), orphan_age_s=1.0
+    ).rollback(1)
+    with pytest.raises(StaleGenerationError):
+        saved(first, 3)
+    with pytest.raises(StaleGenerationError):
+        first.rollback(1)
+
+
 def test_a_damaged_step_that_was_asked_for_is_an_error(manager: CheckpointManager, tmp_path: Path) -> None:
     saved(manager, 1, 2)
     flip(tmp_path / "run/step-2")

@@ -104,7 +104,9 @@ def test_a_run_that_begins_meanwhile_ends_the_prune(run, monkeypatch):
     "wrong",
     [
         ["--keep-last", "0"],
+        ["--keep-last", "-1"],
         ["--keep-last", "x"],
+        ["--keep-every-steps", "0"],
         ["--keep-best", "loss"],
         ["--keep-best", "loss:most:1"],
         ["--keep-best", "loss:min:0"],

@@ -34,7 +34,13 @@ from torch_strata.checkpoint.run_record import RunRecord
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.verify import VerifyReport, verify
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointNotFoundError, ConfigError, CorruptionError, StrataError
+from torch_strata.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    ObjectNotFoundError,
+    StrataError,
+)
 
 __all__ = ["CheckpointManager"]
 
@@ -226,7 +232,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: If there is none.
-            CorruptionError: If the step that was asked for is damaged, or every one is.
+            CorruptionError: If the step that was asked for is damaged, or every one is; ObjectNotFoundError if a part
+                of it is not there.
             LayoutMismatchError: If `state` does not fit.
         """
         candidates = self._agree(lambda: self._candidates(which))
@@ -235,7 +242,7 @@ class CheckpointManager:
         for found in candidates:
             try:
                 return self._load(found, state, rng=rng)
-            except (CorruptionError, CheckpointException) as error:
+            except (CorruptionError, ObjectNotFoundError, CheckpointException) as error:
                 if which != "latest" or not _is_damage(error):
                     raise
                 self._set_aside(found, error)
@@ -291,9 +298,13 @@ class CheckpointManager:
     def rollback(self, step: int) -> list[str]:
         """Take the run back to `step`: later checkpoints are passed over, and go when the policy is applied next.
 
-        On one rank. Returns the folders that are left behind.
+        On one rank. Claims the run, as a save does. Returns the folders that are left behind.
+
+        Raises:
+            StaleGenerationError: If another process has claimed the run.
         """
         self.wait()
+        self._claim()
         return self._run.rollback(check_step(step))
 
     @contextmanager
@@ -465,6 +476,6 @@ def _find_best(policy: Retention) -> KeepBest | None:
 
 
 def _is_damage(error: BaseException) -> bool:
-    if isinstance(error, CheckpointException):
-        return any(isinstance(cause, CorruptionError) for cause, _ in error.failures.values())
-    return isinstance(error, CorruptionError)
+    """Whether a checkpoint is not whole: bytes that are not as written, or an object that is not there."""
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return any(isinstance(cause, CorruptionError | ObjectNotFoundError) for cause in causes)

@@ -2,7 +2,7 @@
 
 mod merge;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -13,12 +13,17 @@ use self::merge::merge;
 use crate::base::{Base, newest_generation};
 use crate::collect::{Before, FOLDERS, collect};
 use crate::item::Object;
-use crate::manifest::{DecodeError, Manifest, ManifestName, decode, encode_with};
-use crate::open::{metadata_name, or_empty};
+use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, decode, encode_with};
+use crate::open::{MetadataState, RETIRED, marked, metadata_name, metadata_state, metadata_tail, or_empty};
 use crate::record::Records;
+use crate::run::catalog::{State, folder_of};
 use crate::run::{RunInfo, model_hash};
 use crate::stock_pickle::{StockParts, stock_pickle};
 use crate::{Error, Result};
+
+/// Numbers of manifests of one generation. Those of a later one are higher, whatever has been removed since: a name that
+/// was used twice would be removed for the old one by a run that was replaced in the middle of its retention.
+const GENERATION_BITS: u32 = 20;
 
 /// What is to be committed.
 #[derive(Debug)]
@@ -91,6 +96,9 @@ pub async fn commit(store: &dyn Store, base: &Base, mut commit: Commit<'_>) -> R
             let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
             let index = commit.stock.as_ref().map(|stock| Bytes::from(stock_pickle(&manifest, stock)));
             match put_metadata(store, &metadata, index).await {
+                Ok(()) if commit.run_root.is_some() && !counts_still(store, &manifest).await.unwrap_or(true) => {
+                    take_back(store, &metadata, &manifest).await;
+                }
                 Ok(()) => match collect(store, commit.run_root, &manifest, &before).await {
                     Ok(collected) => stats.collected = collected,
                     Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
@@ -125,6 +133,24 @@ async fn put_metadata(store: &dyn Store, name: &str, content: Option<Bytes>) -> 
     }
 }
 
+/// Whether `manifest`, which was published, has been neither superseded nor retired since, by a run that took over.
+async fn counts_still(store: &dyn Store, manifest: &Manifest) -> Result<bool> {
+    let listed = or_empty(store.list(FOLDER).await)?;
+    let newest = listed.iter().filter_map(|object| ManifestName::parse(&object.name)).map(|name| name.number).max();
+    Ok(newest == Some(manifest.number) && !marked(&listed, RETIRED).any(|id| id == manifest.save_id))
+}
+
+/// Removes the `.metadata` of a checkpoint that is not there any more: nobody else would, or know it for ours.
+async fn take_back(store: &dyn Store, metadata: &str, manifest: &Manifest) {
+    let is_own = match metadata_tail(store, metadata).await {
+        Ok(tail) => metadata_state(tail.as_deref(), manifest) == MetadataState::Current,
+        Err(_) => false,
+    };
+    if is_own && let Err(error) = store.delete(metadata).await {
+        tracing::warn!("{}/{metadata} stays, and its checkpoint has gone: {error}", store.url());
+    }
+}
+
 /// Whether the manifest may have been published.
 enum Failure {
     Before(Error),
@@ -143,11 +169,12 @@ async fn publish(
     commit: &mut Commit<'_>,
 ) -> Result<(CommitStats, Before, Manifest), Failure> {
     let referred_bytes = commit.records.referred_bytes;
+    let parents = std::mem::take(&mut commit.records.parents);
     let (mut manifest, items) = merge(std::mem::take(&mut commit.records), std::mem::take(&mut commit.promises))?;
     manifest.save_id.clone_from(&commit.save_id);
     manifest.previous_save_id.clone_from(&commit.previous_save_id);
     manifest.planner_data.clone_from(&commit.planner_data);
-    manifest.number = base.number + 1;
+    manifest.number = (base.number + 1).max(commit.generation << GENERATION_BITS);
     manifest.created_at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
     manifest.world_size = commit.world_size;
     manifest.rank = commit.rank;
@@ -171,16 +198,22 @@ async fn publish(
     if !fenced && store.size(&name).await.is_ok() {
         return Err(superseded(store, &manifest).into());
     }
-    if let Some(run_root) = commit.run_root {
-        let found = newest_generation(run_root).await?;
-        if found != commit.generation {
-            let url = run_root.url().to_owned();
-            return Err(Error::StaleGeneration { url, found, held: commit.generation }.into());
-        }
-    }
+    check_right(commit, &parents).await?;
     put_manifest(store, &name, &manifest, file).await?;
 
     let mut warnings = Vec::new();
+    // A run that takes over claims its generation before it looks what there is, and retention looks for references
+    // after it has put its tombstones: either they have seen this manifest, or this sees theirs.
+    match check_right(commit, &parents).await {
+        Ok(()) => {}
+        Err(error @ (Error::StaleGeneration { .. } | Error::Io(IoError::NotFound { .. }))) => {
+            return Err(match store.delete(&name).await {
+                Ok(()) => Failure::Before(error),
+                Err(_) => Failure::Unknown(error),
+            });
+        }
+        Err(error) => warnings.push(format!("whether another run has taken over could not be looked up: {error}")),
+    }
     if !fenced {
         warnings
             .push(format!("{} ignores create-only writes: two saves to it at once are not kept apart", store.url()));
@@ -240,6 +273,28 @@ async fn check_referred(store: &dyn Store, manifest: &Manifest) -> Result<()> {
                 sizes.get(object.name.as_str()),
                 missing,
             )?;
+        }
+    }
+    Ok(())
+}
+
+/// Looks whether this run may commit still, and whether the checkpoints that keep what it refers to are still there.
+async fn check_right(commit: &Commit<'_>, parents: &BTreeSet<(String, String)>) -> Result<()> {
+    let Some(run_root) = commit.run_root else { return Ok(()) };
+    let found = newest_generation(run_root).await?;
+    if found != commit.generation {
+        let url = run_root.url().to_owned();
+        return Err(Error::StaleGeneration { url, found, held: commit.generation });
+    }
+    for (folder, save_id) in parents {
+        let parent = folder_of(run_root, folder).await?;
+        let is_there = parent.is_some_and(|listed| {
+            matches!(&listed.state, State::Committed(manifest) if manifest.save_id == *save_id)
+                && marked(&listed.objects, RETIRED).all(|id| id != save_id)
+        });
+        if !is_there {
+            let detail = ": this save was compared with it, and it has been replaced or removed since".to_owned();
+            return Err(IoError::NotFound { object: format!("{}/{folder}", run_root.url()), detail }.into());
         }
     }
     Ok(())

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use bytes::Bytes;
-use strata_io::{Error as IoError, Store};
+use strata_io::{Error as IoError, ObjectInfo, Store};
 
 use crate::item::Object;
 use crate::manifest::{DecodeError, FOLDER, Key, Manifest, ManifestName, RANKS_FOLDER, decode};
@@ -14,7 +14,10 @@ use crate::{Error, Result};
 const METADATA_TAIL_BYTES: u64 = 4 << 10;
 
 /// A place that changes under every look is being saved to without a pause, which nobody does.
-const OPEN_TRIES: u32 = 4;
+pub(crate) const OPEN_TRIES: u32 = 4;
+
+/// Mark of a save that retention takes away: from then on it is out of sight, whole or not. Its save_id follows.
+pub(crate) const RETIRED: &str = "retired-";
 
 /// Who committed the state that is read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -106,15 +109,17 @@ type Foreign = (u64, Option<Bytes>);
 /// `foreign`: what the last look found; if nothing has changed since, it was not we who saved.
 async fn look(store: &dyn Store, rank: Option<u32>, foreign: Option<&Foreign>) -> Result<Look> {
     let found = |checkpoint| Ok(Look::Found(Box::new(checkpoint)));
-    let Newest { manifest, incomplete, is_outdated, warnings } = newest(store, rank).await?;
+    let Newest { manifest, incomplete, is_outdated, retired, warnings } = newest(store, rank).await?;
     let metadata = metadata_name(rank);
     let tail = metadata_tail(store, &metadata).await?;
     // A rank's index of a save that not all ranks have committed: nobody may take it for stock's, or the ranks load
     // a mix.
     let is_incomplete = tail.as_deref().is_some_and(|tail| incomplete.iter().any(|id| carries(tail, id)));
+    // Nor may that of a checkpoint that retention took be taken for stock's.
+    let is_retired = tail.as_deref().is_some_and(|tail| retired.iter().any(|id| carries(tail, id)));
     if let Some(manifest) = manifest {
         return match metadata_state(tail.as_deref(), &manifest) {
-            MetadataState::Foreign if !is_incomplete => {
+            MetadataState::Foreign if !is_incomplete && !is_retired => {
                 let now = (manifest.number, tail);
                 if foreign != Some(&now) {
                     return Ok(Look::Foreign(now));
@@ -130,6 +135,10 @@ async fn look(store: &dyn Store, rank: Option<u32>, foreign: Option<&Foreign>) -
             }
             _ => found(Checkpoint { source: Source::Strata, manifest, beside: None, warnings }),
         };
+    }
+    if is_retired {
+        let detail = "the retention of its run is removing what was here".to_owned();
+        return Err(Error::NotFound { url: store.url().to_owned(), detail });
     }
     if is_incomplete {
         return Err(Error::NotFound { url: store.url().to_owned(), detail: warnings.join("; ") });
@@ -174,6 +183,8 @@ pub(crate) struct Newest {
     pub incomplete: Vec<String>,
     /// Whether a newer one is damaged.
     pub is_outdated: bool,
+    /// save_ids of those that retention is taking away.
+    pub retired: Vec<String>,
     /// What was passed over.
     pub warnings: Vec<String>,
 }
@@ -191,12 +202,15 @@ pub(crate) async fn newest(store: &dyn Store, rank: Option<u32>) -> Result<Newes
 }
 
 async fn newest_listed(store: &dyn Store, rank: Option<u32>) -> Result<Newest> {
-    let all = manifest_names(store, rank.is_some()).await?;
-    let mut found = Newest::default();
+    let listed = or_empty(store.list(if rank.is_some() { RANKS_FOLDER } else { FOLDER }).await)?;
+    let all = sorted_names(&listed);
+    let retired = marked(&listed, RETIRED).map(str::to_owned).collect();
+    let mut found = Newest { retired, ..Newest::default() };
     let mut first_fault = None;
     for name in all.iter().rev().filter(|name| name.rank == rank) {
         let object = format!("{}/{}", store.url(), name.path());
         match decode(&store.read(&name.path(), None).await?) {
+            Ok(manifest) if found.retired.contains(&manifest.save_id) => {}
             Ok(manifest) if rank.is_none() => {
                 let superseded = complete_ranks(store, manifest.number).await?.is_some();
                 found.manifest = (!superseded).then_some(manifest);
@@ -224,13 +238,21 @@ async fn newest_listed(store: &dyn Store, rank: Option<u32>) -> Result<Newest> {
     first_fault.map_or(Ok(found), Err)
 }
 
+/// What the marks of a kind among `objects` are of.
+pub(crate) fn marked<'a>(objects: &'a [ObjectInfo], mark: &'a str) -> impl Iterator<Item = &'a str> {
+    objects.iter().filter_map(move |object| object.name.strip_prefix(FOLDER)?.strip_prefix(mark))
+}
+
 /// All manifests at a place, sorted by number.
 pub(crate) async fn manifest_names(store: &dyn Store, of_ranks: bool) -> Result<Vec<ManifestName>> {
     let folder = if of_ranks { RANKS_FOLDER } else { FOLDER };
-    let listed = or_empty(store.list(folder).await)?;
+    Ok(sorted_names(&or_empty(store.list(folder).await)?))
+}
+
+fn sorted_names(listed: &[ObjectInfo]) -> Vec<ManifestName> {
     let mut names: Vec<ManifestName> = listed.iter().filter_map(|object| ManifestName::parse(&object.name)).collect();
     names.sort();
-    Ok(names)
+    names
 }
 
 /// A place or a folder that is not there holds nothing.
@@ -275,7 +297,7 @@ pub(crate) async fn metadata_tail(store: &dyn Store, name: &str) -> Result<Optio
     Ok(Some(store.read(name, Some(size.saturating_sub(METADATA_TAIL_BYTES)..size)).await?))
 }
 
-fn carries(tail: &[u8], id: &str) -> bool {
+pub(crate) fn carries(tail: &[u8], id: &str) -> bool {
     !id.is_empty() && tail.windows(id.len()).any(|window| window == id.as_bytes())
 }
 

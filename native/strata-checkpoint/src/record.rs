@@ -1,6 +1,6 @@
 //! What one rank tells the planning rank: its objects and where its items are in them.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use bytes::Bytes;
 use prost::Message;
@@ -20,6 +20,8 @@ pub struct RankRecord {
     pub objects: Vec<Object>,
     /// (checkpoint_id below the run root, save_id) of the checkpoints that it refers to.
     pub references: Vec<(String, String)>,
+    /// The checkpoint, as in `references`, whose manifest keeps all of these alive.
+    pub parent: Option<(String, String)>,
     /// Its items, in the order of the plan.
     pub items: Vec<Item>,
     /// Sum of the payloads that it wrote, aliases counted once.
@@ -41,6 +43,7 @@ impl RankRecord {
             payload_bytes: self.payload_bytes,
             references: self.references.iter().map(crate::manifest::stored_reference).collect(),
             referred_bytes: self.referred_bytes,
+            parents: self.parent.iter().map(crate::manifest::stored_reference).collect(),
         }
         .encode_to_vec()
     }
@@ -62,6 +65,8 @@ pub struct Records {
     pub objects: Vec<Object>,
     /// (checkpoint_id below the run root, save_id) of the checkpoints that objects belong to.
     pub references: Vec<(String, String)>,
+    /// The checkpoints, as in `references`, whose manifests keep all of these alive.
+    pub parents: BTreeSet<(String, String)>,
     /// All items.
     pub items: PackedItems,
     /// Sum of the payloads that were written, aliases of one rank counted once.
@@ -87,6 +92,7 @@ impl Records {
             let place = |object| all.place(object, &raw.references, &mut foreign);
             let places: Vec<u32> = raw.objects.into_iter().map(place).collect::<Result<_>>()?;
             items.into_iter().for_each(|item| all.items.push(Item { object: places[item.object as usize], ..item }));
+            all.parents.extend(raw.parents.into_iter().map(|parent| (parent.checkpoint_id, parent.save_id)));
             all.payload_bytes += raw.payload_bytes;
             all.referred_bytes += raw.referred_bytes;
         }

@@ -1,6 +1,7 @@
 //! A run: the checkpoints of one training, side by side below a root. What they are called and what is said of them.
 
 pub mod catalog;
+mod leftovers;
 pub mod life;
 pub mod manager;
 pub mod retention;

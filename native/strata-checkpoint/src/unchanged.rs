@@ -137,6 +137,9 @@ fn worth_keeping(parent: &Parent, rows: impl Iterator<Item = usize>) -> HashSet<
 /// Adds to `record` what it need not write: items that stand in objects of other checkpoints.
 pub(crate) fn refer(record: &mut RankRecord, unchanged: Vec<(SaveItem, usize)>, parent: &Parent) {
     let mut places: HashMap<u32, u32> = HashMap::new();
+    if !unchanged.is_empty() {
+        record.parent = Some((parent.checkpoint_id.clone(), parent.manifest.save_id.clone()));
+    }
     for (item, row) in unchanged {
         let stored = &parent.manifest.items[row];
         let object = *places.entry(stored.object).or_insert_with(|| {

@@ -30,6 +30,7 @@ use ::http::{HeaderName, HeaderValue};
 use async_trait::async_trait;
 use base64::Engine;
 use bytes::Bytes;
+use futures::TryStreamExt;
 use object_store::multipart::MultipartStore;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt, PutPayload};
@@ -189,19 +190,11 @@ impl Store for RemoteStore {
     }
 
     async fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
-        let listed = self.remote.list(prefix).await?;
-        let root = &self.remote.root;
-        let info = |meta: &object_store::ObjectMeta| {
-            let name = names::name(root, &meta.location)?;
-            // Consoles mark an empty folder by an object of its name, which the crate strips of its slash.
-            (name != prefix.trim_end_matches('/')).then(|| {
-                let modified_at = u64::try_from(meta.last_modified.timestamp()).unwrap_or(0);
-                ObjectInfo { name: name.to_owned(), size: meta.size, modified_at }
-            })
-        };
-        let mut infos: Vec<ObjectInfo> = listed.objects.iter().filter_map(info).collect();
-        infos.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(infos)
+        Ok(self.remote.infos(prefix, &self.remote.list(prefix).await?.objects))
+    }
+
+    async fn list_below(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        Ok(self.remote.infos(prefix, &self.remote.list_below(prefix).await?))
     }
 
     async fn list_folders(&self, prefix: &str) -> Result<Vec<String>> {
@@ -403,6 +396,28 @@ impl Remote {
         let doing = Doing { operation: "list", object: &object };
         let key = (!key.as_ref().is_empty()).then_some(key);
         self.retried(doing, Headers::new(), || self.bucket.objects.list_with_delimiter(key.as_ref())).await
+    }
+
+    /// All pages in one try: a page that fails is asked for again together with those before it.
+    async fn list_below(&self, prefix: &str) -> Result<Vec<object_store::ObjectMeta>> {
+        let (object, key) = (self.object(prefix), names::folder_key(&self.root, prefix)?);
+        let doing = Doing { operation: "list", object: &object };
+        let key = (!key.as_ref().is_empty()).then_some(key);
+        self.retried(doing, Headers::new(), || self.bucket.objects.list(key.as_ref()).try_collect()).await
+    }
+
+    fn infos(&self, prefix: &str, listed: &[object_store::ObjectMeta]) -> Vec<ObjectInfo> {
+        let info = |meta: &object_store::ObjectMeta| {
+            let name = names::name(&self.root, &meta.location)?;
+            // Consoles mark an empty folder by an object of its name, which the crate strips of its slash.
+            (name != prefix.trim_end_matches('/')).then(|| {
+                let modified_at = u64::try_from(meta.last_modified.timestamp()).unwrap_or(0);
+                ObjectInfo { name: name.to_owned(), size: meta.size, modified_at }
+            })
+        };
+        let mut infos: Vec<ObjectInfo> = listed.iter().filter_map(info).collect();
+        infos.sort_by(|a, b| a.name.cmp(&b.name));
+        infos
     }
 
     async fn delete(&self, name: &str) -> Result<()> {

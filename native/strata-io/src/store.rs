@@ -145,6 +145,25 @@ pub trait Store: Debug + Send + Sync {
     /// Names of the direct sub-folders below `prefix`, without a trailing `/`, sorted.
     async fn list_folders(&self, prefix: &str) -> Result<Vec<String>>;
 
+    /// Every object below `prefix` (`""`, or ending in `/`), those in folders too, sorted. In a bucket one request for
+    /// each thousand of them; elsewhere one or two for each folder.
+    async fn list_below(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        let mut found = Vec::new();
+        let mut left = vec![prefix.to_owned()];
+        while let Some(folder) = left.pop() {
+            let is_gone = |error: &Error| folder != prefix && matches!(error, Error::NotFound { .. });
+            let (objects, folders) = match (self.list(&folder).await, self.list_folders(&folder).await) {
+                // Removed since its parent was listed.
+                (Err(error), _) | (_, Err(error)) if is_gone(&error) => continue,
+                (objects, folders) => (objects?, folders?),
+            };
+            found.extend(objects);
+            left.extend(folders.into_iter().map(|name| format!("{name}/")));
+        }
+        found.sort_by(|a: &ObjectInfo, b| a.name.cmp(&b.name));
+        Ok(found)
+    }
+
     /// Removes `name`; a name that is not there is no error.
     async fn delete(&self, name: &str) -> Result<()>;
 

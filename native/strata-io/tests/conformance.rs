@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use strata_io::lent::LentMut;
 use strata_io::testing::{CountingStore, Counts, FaultyStore, SlowStore};
-use strata_io::{Error, PutMode, Store, pending_uploads};
+use strata_io::{Error, ObjectInfo, PutMode, Store, pending_uploads};
 use support::{config, emulators, pattern, servers, write_all, write_object};
 
 /// A store that has just been opened, and what keeps its place alive.
@@ -189,6 +189,14 @@ async fn a_listing_has_direct_children_only_and_all_pages(store: &dyn Store) {
     let names: Vec<String> = store.list("").await.unwrap().into_iter().map(|info| info.name).collect();
     assert_eq!(names, ["beside", "many.not"]);
     assert_eq!(store.list_folders("").await.unwrap(), ["many"]);
+    let below = |infos: Vec<ObjectInfo>| infos.into_iter().map(|info| info.name).collect::<Vec<_>>();
+    let deep = ["many/deep/x", "many/deeper/y/z"].map(str::to_owned);
+    let mut all: Vec<String> = (0..1005).map(name).chain(deep.clone()).collect();
+    assert_eq!(below(store.list_below("many/").await.unwrap()), all);
+    all.splice(0..0, ["beside".to_owned(), "many.not".to_owned()]);
+    assert_eq!(below(store.list_below("").await.unwrap()), all);
+    assert_eq!(below(store.list_below("many/deeper/").await.unwrap()), deep[1..]);
+    assert_eq!(store.list_below("nowhere/").await.unwrap(), []);
 }
 
 async fn a_folder_that_is_not_there_is_empty(store: &dyn Store) {

@@ -1,13 +1,14 @@
 //! Which checkpoints a run has, by one listing and the first bytes of each manifest.
 
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use futures::{StreamExt, TryStreamExt, stream};
-use strata_io::{Error as IoError, Store};
+use strata_io::{Error as IoError, ObjectInfo, Store};
 
 use super::{CheckpointMetadata, CheckpointType, Part, parse_folder};
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode_head, head_bytes};
-use crate::open::or_empty;
+use crate::open::{OPEN_TRIES, RETIRED, marked, or_empty};
 use crate::{Error, Result};
 
 /// Read at once of a manifest; most heads are shorter.
@@ -40,6 +41,38 @@ pub struct Listed {
     pub pins: Vec<String>,
     /// Objects of other checkpoints, each with its folder, to which any manifest here refers.
     pub refers_to: Vec<(String, String)>,
+    /// Objects of its own that any manifest here names.
+    pub owns: BTreeSet<String>,
+    /// Manifests that a newer one here has superseded.
+    pub outdated: Vec<String>,
+    /// Saves of the manifests that no retention has taken.
+    pub save_ids: BTreeSet<String>,
+    /// Manifests and objects of checkpoints that retention has taken.
+    pub retired: BTreeSet<String>,
+    /// What a manifest is that cannot be read, though another one can.
+    pub fault: Option<String>,
+    /// Every object in it, by its name in the folder.
+    pub objects: Vec<ObjectInfo>,
+    /// What was read of its manifests.
+    heads: Known,
+}
+
+/// Heads of manifests by their names below the root. While a run looks now and then, no name comes to stand for another
+/// manifest unnoticed: a later generation numbers its own higher, and what this one has removed it misses at its next
+/// look.
+pub(super) type Known = HashMap<String, Head>;
+
+/// The head of a manifest, and how it was listed.
+#[derive(Debug, Clone)]
+pub(super) struct Head {
+    size: u64,
+    modified_at: u64,
+    manifest: Arc<Manifest>,
+}
+
+/// What was read for `listed`, for the next look.
+pub(super) fn known(listed: &[Listed]) -> Known {
+    listed.iter().flat_map(|listed| listed.heads.clone()).collect()
 }
 
 /// What is committed in a folder.
@@ -95,42 +128,96 @@ impl Listed {
 /// # Errors
 /// What the store says: a listing that failed is never an empty one. A root that is not there yet is empty.
 pub async fn catalog(run_root: &Arc<dyn Store>) -> Result<Vec<Listed>> {
-    let folders = or_empty(run_root.list_folders("").await)?;
-    let looks = folders.into_iter().filter(|folder| format!("{folder}/") != FOLDER).map(|folder| {
+    catalog_again(run_root, &Known::new()).await
+}
+
+/// As [`catalog`], but for manifests of which the head is known.
+pub(super) async fn catalog_again(run_root: &Arc<dyn Store>, known: &Known) -> Result<Vec<Listed>> {
+    let mut folders: BTreeMap<String, Vec<ObjectInfo>> = BTreeMap::new();
+    for object in or_empty(run_root.list_below("").await)? {
+        if let Some((folder, name)) = object.name.split_once('/') {
+            let inside = ObjectInfo { name: name.to_owned(), ..object };
+            folders.entry(folder.to_owned()).or_default().push(inside);
+        }
+    }
+    // On a file system one may be left with nothing in it.
+    for folder in or_empty(run_root.list_folders("").await)? {
+        folders.entry(folder).or_default();
+    }
+    folders.retain(|folder, _| format!("{folder}/") != FOLDER);
+    let looks = folders.into_iter().map(|(folder, objects)| {
         let run_root = run_root.clone();
-        async move { look(&*run_root, folder).await }
+        async move { look(&*run_root, folder, objects, known).await }
     });
     let found: Vec<Option<Listed>> = stream::iter(looks).buffered(CONCURRENCY).try_collect().await?;
     Ok(found.into_iter().flatten().collect())
 }
 
-async fn look(run_root: &dyn Store, folder: String) -> Result<Option<Listed>> {
-    let listed = or_empty(run_root.list(&format!("{folder}/{FOLDER}")).await)?;
-    let inside = |name: &str| name.strip_prefix(&format!("{folder}/")).unwrap_or_default().to_owned();
-    let names: Vec<(String, u64)> = listed.iter().map(|object| (inside(&object.name), object.size)).collect();
-    let Heads { newest, refers_to, fault } = heads(run_root, &folder, &names).await?;
-    let state = match (newest, fault) {
+/// What is in one folder of a run; None if it is none of our business.
+///
+/// # Errors
+/// As [`catalog`].
+pub async fn folder_of(run_root: &dyn Store, folder: &str) -> Result<Option<Listed>> {
+    look(run_root, folder.to_owned(), inside(run_root, folder).await?, &Known::new()).await
+}
+
+async fn inside(run_root: &dyn Store, folder: &str) -> Result<Vec<ObjectInfo>> {
+    let listed = or_empty(run_root.list_below(&format!("{folder}/")).await)?;
+    let name = |object: &ObjectInfo| object.name[folder.len() + 1..].to_owned();
+    Ok(listed.into_iter().map(|object| ObjectInfo { name: name(&object), ..object }).collect())
+}
+
+async fn look(
+    run_root: &dyn Store,
+    folder: String,
+    mut objects: Vec<ObjectInfo>,
+    known: &Known,
+) -> Result<Option<Listed>> {
+    for _ in 1..OPEN_TRIES {
+        match look_once(run_root, &folder, &objects, known).await {
+            // Listed, then superseded and collected: what supersedes it was not listed.
+            Err(Error::Io(IoError::NotFound { .. })) => objects = inside(run_root, &folder).await?,
+            looked => return looked,
+        }
+    }
+    look_once(run_root, &folder, &objects, known).await
+}
+
+async fn look_once(
+    run_root: &dyn Store,
+    folder: &str,
+    objects: &[ObjectInfo],
+    known: &Known,
+) -> Result<Option<Listed>> {
+    let Heads { newest, refers_to, owns, outdated, save_ids, retired, fault, all } =
+        heads(run_root, folder, objects, known).await?;
+    let state = match (newest, &fault) {
         (Some(manifest), _) => State::Committed(Box::new(manifest)),
-        (None, Some(fault)) => State::Unreadable(fault),
-        (None, None) => match uncommitted(run_root, &folder).await? {
-            Some(state) => state,
-            None => return Ok(None),
-        },
+        (None, Some(fault)) => State::Unreadable(fault.clone()),
+        (None, None) if is_foreign(objects) => State::Foreign,
+        (None, None) if parse_folder(folder).is_some() => State::Uncommitted,
+        (None, None) => return Ok(None),
     };
     let save_id = match &state {
-        State::Committed(manifest) => manifest.save_id.as_str(),
-        _ => "",
+        State::Committed(manifest) => manifest.save_id.clone(),
+        _ => String::new(),
     };
-    let marks = || names.iter().filter_map(|(name, _)| name.strip_prefix(FOLDER));
-    let is_marked = |mark: &str| !save_id.is_empty() && marks().any(|name| name.strip_prefix(mark) == Some(save_id));
+    let is_marked = |mark: &str| !save_id.is_empty() && marked(objects, mark).any(|of| of == save_id);
     Ok(Some(Listed {
         is_quarantined: is_marked(QUARANTINED),
         is_abandoned: is_marked(ABANDONED),
         is_verified: is_marked(VERIFIED),
-        pins: marks().filter_map(|name| name.strip_prefix(PIN)).map(str::to_owned).collect(),
-        refers_to,
+        pins: marked(objects, PIN).map(str::to_owned).collect(),
+        folder: folder.to_owned(),
+        objects: objects.to_vec(),
         state,
-        folder,
+        refers_to,
+        owns,
+        outdated,
+        save_ids,
+        retired,
+        fault,
+        heads: all,
     }))
 }
 
@@ -139,39 +226,70 @@ async fn look(run_root: &dyn Store, folder: String) -> Result<Option<Listed>> {
 struct Heads {
     newest: Option<Manifest>,
     refers_to: Vec<(String, String)>,
+    owns: BTreeSet<String>,
+    outdated: Vec<String>,
+    save_ids: BTreeSet<String>,
+    retired: BTreeSet<String>,
     fault: Option<String>,
+    all: Known,
 }
 
-/// The heads of the manifests among `names`, which come with their sizes.
-async fn heads(run_root: &dyn Store, folder: &str, names: &[(String, u64)]) -> Result<Heads> {
-    let mut manifests: Vec<(ManifestName, u64)> =
-        names.iter().filter_map(|(name, size)| Some((ManifestName::parse(name)?, *size))).collect();
-    manifests.sort();
+/// The heads of the manifests among `objects`.
+async fn heads(run_root: &dyn Store, folder: &str, objects: &[ObjectInfo], known: &Known) -> Result<Heads> {
+    let of_whole = |object: &ObjectInfo| ManifestName::parse(&object.name).filter(|name| name.rank.is_none());
+    let mut manifests: Vec<(ManifestName, &ObjectInfo)> =
+        objects.iter().filter_map(|object| Some((of_whole(object)?, object))).collect();
+    manifests.sort_by_key(|(name, _)| *name);
+    // Somebody took hold of it before it was gone: the next sweep removes the tombstone.
+    let is_held = marked(objects, PIN).next().is_some();
+    let retired: BTreeSet<&str> = marked(objects, RETIRED).filter(|_| !is_held).collect();
     let mut heads = Heads::default();
-    for (name, size) in manifests.into_iter().rev() {
+    for (name, object) in manifests.into_iter().rev() {
         let path = format!("{folder}/{}", name.path());
-        match head(run_root, &path, size).await {
-            Ok(manifest) => {
-                let referred = manifest.objects.iter().filter_map(|object| {
-                    let (folder, _) = &manifest.references[object.reference? as usize];
-                    Some((folder.clone(), object.name.clone()))
-                });
-                heads.refers_to.extend(referred);
-                heads.newest.get_or_insert(manifest);
-            }
+        let manifest = match head(run_root, &path, object, known).await {
+            Ok(manifest) => manifest,
             Err(Error::Manifest { object, detail } | Error::Unsupported { object, detail }) => {
                 heads.fault.get_or_insert(format!("{object}: {detail}"));
+                continue;
             }
-            // Listed, then superseded and collected: what supersedes it is for the next look.
-            Err(Error::Io(IoError::NotFound { .. })) => {}
             Err(error) => return Err(error),
-        }
+        };
+        heads.name(&manifest, name, retired.contains(&*manifest.save_id));
+        heads.all.insert(path, Head { size: object.size, modified_at: object.modified_at, manifest });
     }
     Ok(heads)
 }
 
-/// The head of the manifest at `path`, of `size` bytes.
-async fn head(run_root: &dyn Store, path: &str, size: u64) -> Result<Manifest> {
+impl Heads {
+    fn name(&mut self, manifest: &Manifest, name: ManifestName, is_retired: bool) {
+        if is_retired {
+            let own = manifest.objects.iter().filter(|object| object.reference.is_none());
+            self.retired.extend(own.map(|object| object.name.clone()).chain([name.path()]));
+            return;
+        }
+        self.save_ids.insert(manifest.save_id.clone());
+        for object in &manifest.objects {
+            match object.reference {
+                None => drop(self.owns.insert(object.name.clone())),
+                Some(at) => {
+                    let (folder, _) = &manifest.references[at as usize];
+                    self.refers_to.push((folder.clone(), object.name.clone()));
+                }
+            }
+        }
+        match &self.newest {
+            None => self.newest = Some(manifest.clone()),
+            Some(_) => self.outdated.push(name.path()),
+        }
+    }
+}
+
+/// The head of the manifest at `path`, which was listed as `object`.
+async fn head(run_root: &dyn Store, path: &str, object: &ObjectInfo, known: &Known) -> Result<Arc<Manifest>> {
+    let (size, modified_at) = (object.size, object.modified_at);
+    if let Some(head) = known.get(path).filter(|head| (head.size, head.modified_at) == (size, modified_at)) {
+        return Ok(head.manifest.clone());
+    }
     let failed = |error| match error {
         DecodeError::Damaged(detail) => Error::Manifest { object: format!("{}/{path}", run_root.url()), detail },
         DecodeError::Unsupported(detail) => Error::Unsupported { object: format!("{}/{path}", run_root.url()), detail },
@@ -181,17 +299,12 @@ async fn head(run_root: &dyn Store, path: &str, size: u64) -> Result<Manifest> {
     if needed > start.len() as u64 && needed <= size {
         start = run_root.read(path, Some(0..needed)).await?;
     }
-    decode_head(&start).map_err(failed)
+    decode_head(&start).map(Arc::new).map_err(failed)
 }
 
-/// What a folder without a manifest of ours is: somebody else's checkpoint, what is left of a save, or none of our
-/// business.
-async fn uncommitted(run_root: &dyn Store, folder: &str) -> Result<Option<State>> {
-    let names: Vec<String> =
-        or_empty(run_root.list(&format!("{folder}/")).await)?.into_iter().map(|o| o.name).collect();
-    let ranks = or_empty(run_root.list(&format!("{folder}/{RANKS_FOLDER}")).await)?;
-    if !ranks.is_empty() || names.iter().any(|name| name.ends_with("/.metadata") || name.ends_with(".safetensors")) {
-        return Ok(Some(State::Foreign));
-    }
-    Ok(parse_folder(folder).map(|_| State::Uncommitted))
+/// Whether a folder without a manifest that counts is somebody else's checkpoint.
+fn is_foreign(objects: &[ObjectInfo]) -> bool {
+    let is_index = |name: &str| !name.contains('/') && (name == ".metadata" || name.ends_with(".safetensors"));
+    let was_ours = marked(objects, RETIRED).next().is_some();
+    objects.iter().any(|object| object.name.starts_with(RANKS_FOLDER) || (is_index(&object.name) && !was_ours))
 }

@@ -9,15 +9,15 @@ use strata_io::schedule::ByteBudget;
 use strata_io::{PutMode, Store};
 use tokio::sync::OnceCell;
 
-use super::catalog::{ABANDONED, Listed, PIN, QUARANTINED, State, VERIFIED, catalog};
+use super::catalog::{ABANDONED, Known, Listed, PIN, QUARANTINED, State, VERIFIED, catalog_again, folder_of, known};
 use super::retention::Policy;
-use super::sweep::{Rules, SweepPlan, Swept, plan_sweep, sweep};
+use super::sweep::{Rules, SweepPlan, Swept, check_generation, plan_sweep, sweep};
 use super::{CheckpointMetadata, Part, RunInfo, folder};
 use crate::commit::{Commit, Promises, commit};
 use crate::item::{Entry, Kind};
 use crate::load::{Reading, VerifyMode, read};
 use crate::manifest::FOLDER;
-use crate::open::open;
+use crate::open::{Source, open};
 use crate::payload::Payload;
 use crate::progress::Progress;
 use crate::record::Records;
@@ -37,6 +37,7 @@ pub struct Run {
     policy: Policy,
     orphan_age: Duration,
     in_flight: Mutex<HashSet<String>>,
+    known: Mutex<Known>,
 }
 
 /// What to save, besides the bytes.
@@ -51,7 +52,16 @@ pub struct NewCheckpoint {
 impl Run {
     /// The run below `root`; looks at nothing yet. `owner`: a nonce of this process.
     pub fn new(root: Arc<dyn Store>, budget: ByteBudget, owner: String, policy: Policy, orphan_age: Duration) -> Self {
-        Self { root, budget, owner, policy, orphan_age, generation: OnceCell::new(), in_flight: Mutex::default() }
+        Self {
+            root,
+            budget,
+            owner,
+            policy,
+            orphan_age,
+            generation: OnceCell::new(),
+            in_flight: Mutex::default(),
+            known: Mutex::default(),
+        }
     }
 
     /// The root's store.
@@ -76,15 +86,18 @@ impl Run {
     /// Every folder of the run.
     ///
     /// # Errors
-    /// As [`catalog`].
+    /// As [`super::catalog::catalog`].
     pub async fn catalog(&self) -> Result<Vec<Listed>> {
-        catalog(&self.root).await
+        let before = self.known.lock().expect("no panic while held").clone();
+        let listed = catalog_again(&self.root, &before).await?;
+        *self.known.lock().expect("no panic while held") = known(&listed);
+        Ok(listed)
     }
 
     /// The committed checkpoints, ascending by step; not those that were found damaged or abandoned.
     ///
     /// # Errors
-    /// As [`catalog`].
+    /// As [`super::catalog::catalog`].
     pub async fn all(&self) -> Result<Vec<CheckpointMetadata>> {
         let listed = self.catalog().await?;
         let usable = listed.iter().filter(|listed| !listed.is_quarantined && !listed.is_abandoned);
@@ -197,7 +210,7 @@ impl Run {
     /// [`Error::NotFound`] if nothing is.
     pub async fn found(&self, name: &str) -> Result<CheckpointMetadata> {
         let url = format!("{}/{name}", self.root.url());
-        let found = self.catalog().await?.into_iter().find(|listed| listed.folder == name);
+        let found = folder_of(&*self.root, name).await?;
         let detail = || Error::NotFound { url, detail: "nothing is committed there".to_owned() };
         found.and_then(|listed| listed.metadata(self.root.url())).ok_or_else(detail)
     }
@@ -205,7 +218,7 @@ impl Run {
     /// What a sweep would do now.
     ///
     /// # Errors
-    /// As [`catalog`].
+    /// As [`super::catalog::catalog`].
     pub async fn plan(&self) -> Result<SweepPlan> {
         Ok(plan_sweep(&self.catalog().await?, &self.rules()))
     }
@@ -236,8 +249,16 @@ impl Run {
     /// What the store says; [`Error::NotFound`] if nothing is committed there.
     pub async fn pin(&self, name: &str, who: &str) -> Result<()> {
         self.mark(name, PIN, who, "").await?;
-        // Retention may have looked before the pin was there.
-        self.found(name).await.map(drop)
+        // Retention may have looked before the pin was there: then its tombstone is.
+        let place = self.root.child(name)?;
+        match open(&*place, None).await {
+            Ok(opened) if opened.source == Source::Strata => Ok(()),
+            ended => {
+                self.unpin(name, who).await?;
+                let detail = "nothing of ours is committed there".to_owned();
+                ended.and(Err(Error::NotFound { url: place.url().to_owned(), detail }))
+            }
+        }
     }
 
     /// Ends the hold of `who`.
@@ -271,11 +292,13 @@ impl Run {
 
     /// Takes the run back to `step`: later checkpoints are passed over, and go at the next retention.
     ///
-    /// Returns the folders that were abandoned.
+    /// Claims the run first, so that whoever still saves to it cannot add to what is left behind. Returns the folders
+    /// that were abandoned.
     ///
     /// # Errors
-    /// What the store says.
+    /// [`Error::StaleGeneration`] if a newer run has claimed the root; what the store says.
     pub async fn rollback(&self, step: u64) -> Result<Vec<String>> {
+        check_generation(&*self.root, self.generation().await?).await?;
         let mut abandoned = Vec::new();
         for listed in self.catalog().await? {
             let (State::Committed(manifest), Some(found)) = (&listed.state, listed.metadata(self.root.url())) else {
@@ -286,6 +309,7 @@ impl Run {
                 abandoned.push(listed.folder);
             }
         }
+        check_generation(&*self.root, self.generation().await?).await?;
         Ok(abandoned)
     }
 }

@@ -32,20 +32,27 @@ pub(super) struct Span<'a> {
 pub(super) struct Part<'a> {
     pub item: &'a Item,
     pub payload: Range<u64>,
-    /// Positions among the span's targets.
+    /// Positions among the span's targets. The gap is what lies before the item, by which it is aligned.
+    pub gap: Option<usize>,
     pub head: Option<usize>,
     pub tail: Option<usize>,
     first_block: usize,
 }
 
-/// All bytes of `items`, which ascend by place.
-pub(super) fn spans<'a>(items: &[&'a Item]) -> Vec<Span<'a>> {
+/// All bytes of `items`, which ascend by place, and those between them where `is_zero_between`.
+pub(super) fn spans<'a>(items: &[&'a Item], is_zero_between: impl Fn(&Item) -> bool) -> Vec<Span<'a>> {
     let mut spans: Vec<Span<'a>> = Vec::new();
+    let mut before = (u32::MAX, 0);
     for item in items {
         let count = item.payload_bytes.div_ceil(PIECE_BYTES).max(1);
+        let end_before = if before.0 == item.object { before.1 } else { 0 };
+        before = (item.object, item.item_offset + item.item_bytes);
+        let gap = Some(item.item_offset.saturating_sub(end_before));
+        let gap = gap.filter(|bytes| *bytes <= GAP_BYTES && is_zero_between(item)).unwrap_or(0);
         for i in 0..count {
             let payload = i * PIECE_BYTES..((i + 1) * PIECE_BYTES).min(item.payload_bytes);
-            let file = file_range(item, &payload);
+            let mut file = file_range(item, &payload);
+            file.start -= if i == 0 { gap } else { 0 };
             match spans.last_mut() {
                 Some(span) if span.takes(item, &file) => span.add(item, payload, file),
                 _ => {
@@ -93,7 +100,9 @@ impl<'a> Span<'a> {
         };
         until(file.start);
         let begin = item.payload_offset();
-        let head = if payload.start == 0 { until(begin) } else { None };
+        let is_first = payload.start == 0;
+        let gap = if is_first { until(item.item_offset) } else { None };
+        let head = if is_first { until(begin) } else { None };
         let first = payload.start / BLOCK_BYTES;
         let mut first_block = None;
         for block in first..first + num_blocks(payload.end - payload.start) {
@@ -102,7 +111,7 @@ impl<'a> Span<'a> {
         }
         let tail = if payload.end == item.payload_bytes { until(file.end) } else { None };
         self.range.end = file.end;
-        self.parts.push(Part { item, payload, head, tail, first_block: first_block.unwrap_or(0) });
+        self.parts.push(Part { item, payload, gap, head, tail, first_block: first_block.unwrap_or(0) });
     }
 
     /// Memory for each target out of `buffer`: to be read into, and to look at afterwards.
@@ -172,11 +181,12 @@ mod tests {
             at += 150 + bytes + [0, 7, GAP_BYTES + 1][number % 3];
         }
         let items: Vec<&Item> = items.iter().collect();
-        let spans = spans(&items);
-        let mut read = vec![0; items.len()];
+        let spans = spans(&items, |item| item.object == 0);
+        let (mut read, mut gaps) = (vec![0; items.len()], Vec::new());
         for span in &spans {
             assert!(span.buffer_bytes() <= REQUEST_BYTES, "{span:?}");
             assert_eq!(span.targets.iter().sum::<u64>(), span.bytes());
+            gaps.extend(span.parts.iter().filter_map(|part| part.gap).map(|target| span.targets[target]));
             for part in &span.parts {
                 let number = items.iter().position(|item| std::ptr::eq(*item, part.item)).expect("one of them");
                 assert_eq!(span.object, part.item.object);
@@ -192,11 +202,12 @@ mod tests {
             }
         }
         assert_eq!(read, items.iter().map(|item| item.item_bytes).collect::<Vec<_>>());
+        assert_eq!(gaps, [4000, 7, 7]); // not what is too long for a gap, nor before the other object's
     }
 
     #[test]
     fn many_small_items_are_read_together() {
         let items: Vec<Item> = (0..10_000).map(|i| item(0, i * 1000, 850)).collect();
-        assert_eq!(spans(&items.iter().collect::<Vec<_>>()).len(), 1);
+        assert_eq!(spans(&items.iter().collect::<Vec<_>>(), |_| false).len(), 1);
     }
 }

@@ -29,7 +29,7 @@ pub enum Kind {
     Read,
     /// [`Store::size`].
     Size,
-    /// [`Store::list`] and [`Store::list_folders`].
+    /// [`Store::list`], [`Store::list_folders`] and [`Store::list_below`].
     List,
     /// [`Store::delete`].
     Delete,
@@ -169,6 +169,10 @@ impl<H: Hook> Store for Hooked<H> {
 
     async fn list_folders(&self, prefix: &str) -> Result<Vec<String>> {
         self.around(Kind::List, prefix, 0, self.inner.list_folders(prefix)).await
+    }
+
+    async fn list_below(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        self.around(Kind::List, prefix, 0, self.inner.list_below(prefix)).await
     }
 
     async fn delete(&self, name: &str) -> Result<()> {

@@ -1,10 +1,15 @@
 //! A run's checkpoints: what an incremental one refers to outlives its own checkpoint, and a sweep that dies anywhere
 //! leaves each checkpoint whole or gone.
 
+mod chaos;
+mod cost;
+mod model;
+mod schedules;
+
 use std::collections::{BTreeMap, HashSet};
 use std::num::NonZeroU64;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -26,15 +31,22 @@ use strata_io::{IoConfig, Store};
 
 const NOW: u64 = 2_000_000_000;
 
-/// A tensor of this name and content, large enough to be referred to.
+/// Just large enough to be referred to.
+const TENSOR_BYTES: u64 = 16 << 10;
+
+/// A tensor of this name and content.
 type Tensor = (&'static str, u8);
 
 fn memory() -> Arc<dyn Store> {
+    memory_in_parts(16 << 20)
+}
+
+fn memory_in_parts(part_bytes: u64) -> Arc<dyn Store> {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let config = IoConfig {
         budget: ByteBudget::new(64 << 20),
         max_concurrency: 4,
-        part_bytes: 16 << 20,
+        part_bytes,
         fsync: false,
         direct_io: false,
         max_tries: 1,
@@ -45,7 +57,11 @@ fn memory() -> Arc<dyn Store> {
 }
 
 fn content(fill: u8) -> Bytes {
-    (0..64u32 << 10).map(|i| (i as u8).wrapping_mul(fill).wrapping_add(fill)).collect::<Vec<u8>>().into()
+    static ALL: LazyLock<Vec<Bytes>> = LazyLock::new(|| {
+        let of = |fill: u8| (0..TENSOR_BYTES).map(move |i| (i as u8).wrapping_mul(fill).wrapping_add(fill));
+        (0..=u8::MAX).map(|fill| of(fill).collect::<Vec<u8>>().into()).collect()
+    });
+    ALL[usize::from(fill)].clone()
 }
 
 fn item((name, fill): &Tensor) -> SaveItem {
@@ -55,7 +71,7 @@ fn item((name, fill): &Tensor) -> SaveItem {
         index: None,
         kind: Kind::Tensor,
         dtype: Arc::from("float32"),
-        shape: Arc::from([16 << 10]),
+        shape: Arc::from([TENSOR_BYTES / 4]),
         strides: Arc::from([1]),
         payload: Payload::Host(content(*fill)),
     }
@@ -64,7 +80,7 @@ fn item((name, fill): &Tensor) -> SaveItem {
 fn entry((name, _): &Tensor) -> Entry {
     let tensor = TensorEntry {
         dtype: "float32".into(),
-        size: vec![16 << 10],
+        size: vec![TENSOR_BYTES / 4],
         strides: Some(vec![1]),
         requires_grad: false,
         pin_memory: false,
@@ -201,10 +217,10 @@ async fn what_has_not_changed_is_referred_to_whatever_it_is_called_now() {
     let run = Run::new(memory()).await;
     run.save(1, &[("model.a", 1), ("model.b", 2)], None).await;
     let stats = run.save(2, &[("model.a", 1), ("model.b", 3), ("ema.b", 2)], Some("step-1")).await;
-    assert_eq!((stats.payload_bytes, stats.referred_bytes), (64 << 10, 128 << 10));
+    assert_eq!((stats.payload_bytes, stats.referred_bytes), (TENSOR_BYTES, 2 * TENSOR_BYTES));
     // The third refers to where the bytes are, not to who refers to them.
     let stats = run.save(3, &[("model.a", 1), ("model.b", 3)], Some("step-2")).await;
-    assert_eq!((stats.payload_bytes, stats.referred_bytes), (0, 128 << 10));
+    assert_eq!((stats.payload_bytes, stats.referred_bytes), (0, 2 * TENSOR_BYTES));
     let saved = [
         (1, vec![("model.a", 1), ("model.b", 2)]),
         (2, vec![("model.a", 1), ("model.b", 3), ("ema.b", 2)]),
@@ -221,7 +237,7 @@ async fn what_little_is_left_of_an_object_is_written_again_so_that_it_can_go() {
     let run = Run::new(memory()).await;
     run.save(1, &[("a", 1), ("b", 2), ("c", 3), ("d", 4)], None).await;
     let stats = run.save(2, &[("a", 1), ("b", 5), ("c", 6), ("d", 7)], Some("step-1")).await;
-    assert_eq!((stats.payload_bytes, stats.referred_bytes), (256 << 10, 0));
+    assert_eq!((stats.payload_bytes, stats.referred_bytes), (4 * TENSOR_BYTES, 0));
     run.sweep(1).await.expect("swept");
     assert!(run.everything().await.iter().all(|name| name.starts_with("step-2/")));
 }
@@ -275,6 +291,27 @@ async fn a_save_in_flight_is_left_alone_and_what_is_left_of_an_old_one_is_not() 
         assert_eq!(swept.num_objects, expected);
     }
     assert_eq!(run.committed(&[(1, vec![("a", 1)])]).await, [1]);
+}
+
+#[tokio::test]
+async fn a_clock_that_was_set_back_makes_nothing_old_and_the_order_is_that_of_the_steps() {
+    let run = Run::new(memory()).await;
+    run.save(1, &[("a", 1)], None).await;
+    run.save(2, &[("a", 2)], None).await;
+    let (store, budget) = (run.root.child("step-3").expect("plain"), ByteBudget::new(64 << 20));
+    let orphan = write_items(&*store, &budget, vec![item(&("a", 3))], 0, &"e".repeat(32), None, &Arc::default()).await;
+    orphan.expect("written");
+    // 1970: all that is there comes from the future.
+    let rules = |policy| Rules { policy, orphan_age: Duration::from_secs(60), now: 10, in_flight: HashSet::new() };
+    let last = Policy::Last(NonZeroU64::MIN);
+    let young = Policy::Younger(Duration::from_secs(60));
+    for (policy, removed) in [(young, vec![]), (last, vec!["step-1"])] {
+        let (listed, rules) = (catalog(&run.root).await.expect("listed"), rules(policy));
+        let plan = plan_sweep(&listed, &rules);
+        let swept = sweep(&run.root, &listed, &plan, &rules, run.generation).await.expect("swept");
+        assert_eq!(swept.removed, removed);
+    }
+    assert!(run.everything().await.contains(&format!("step-3/__0_0.{}.distcp", "e".repeat(32))));
 }
 
 #[tokio::test]
