@@ -1,18 +1,18 @@
 """Loading one checkpoint of a run: its bytes, a state into place, or all of a state anew."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_strata import _native
+from torch_strata.checkpoint._grown import nested, number_params, slot_for
 from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._rng import RNG_KEY, restore_rng
+from torch_strata.checkpoint._stored_lists import entry_paths
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.checkpoint.reader import StrataReader
 from torch_strata.checkpoint.run import CheckpointMetadata
@@ -54,17 +54,15 @@ def restore_state(
     """
     reader = StrataReader(found.path, config=config, trusted_classes=trusted_classes)
     metadata = reader.read_metadata()
-    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+    paths = entry_paths(metadata.planner_data)
     if set(metadata.state_dict_metadata) == {_BYTES} and not paths:
         return run.load_bytes(found.step, found.checkpoint_type.value)
     rank = str(0 if no_dist else dist.get_rank(process_group))
     wanted = {} if state is None else dict(state)
     if state is None:
-        _add_slots(
-            wanted, metadata, [fqn for fqn in metadata.state_dict_metadata if paths.get(fqn, ("",))[0] != RNG_KEY]
-        )
+        wanted = _slots(metadata, [fqn for fqn in metadata.state_dict_metadata if paths.get(fqn, ("",))[0] != RNG_KEY])
     if rng:
-        _add_slots(wanted, metadata, [fqn for fqn, path in paths.items() if path[:2] == (RNG_KEY, rank)])
+        wanted |= _slots(metadata, [fqn for fqn, path in paths.items() if path[:2] == (RNG_KEY, rank)])
     dcp.load(
         wanted,
         storage_reader=reader,
@@ -78,17 +76,16 @@ def restore_state(
     elif rng and found.checkpoint_type.is_whole:
         _logger.warning("%s: rank %s saved no random number generators; those here go on as they are", found.path, rank)
     if state is None:
+        number_params(wanted)
         return wanted
     state.update(wanted)
     return state
 
 
-def _add_slots(state: dict[str, Any], metadata: Metadata, fqns: Sequence[str]) -> None:
-    """Add to `state` what the stored keys `fqns` can be loaded into, at their paths."""
-    paths = metadata.planner_data or {}
-    for fqn in fqns:
-        stored = metadata.state_dict_metadata[fqn]
-        slot = None
-        if isinstance(stored, TensorStorageMetadata):
-            slot = torch.empty(stored.size, dtype=stored.properties.dtype)
-        set_element(state, paths.get(fqn, (fqn,)), slot)
+def _slots(metadata: Metadata, fqns: Iterable[str]) -> dict[str, Any]:
+    """What the stored keys `fqns` can be loaded into, at their paths."""
+    paths = entry_paths(metadata.planner_data)
+    slots: dict[str, Any] = nested(
+        (paths.get(fqn, (fqn,)), slot_for(fqn, metadata.state_dict_metadata[fqn])) for fqn in fqns
+    )
+    return slots
