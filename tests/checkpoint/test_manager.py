@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_strata import StorageConfig, StrataReader, _native
 from torch_strata.checkpoint._store import open_store
@@ -23,6 +24,7 @@ from torch_strata.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptionError,
+    LayoutMismatchError,
     StaleGenerationError,
     StorageError,
 )
@@ -178,6 +180,60 @@ def test_parts_are_saved_and_together_make_the_whole(manager: CheckpointManager)
     part = {"optimizer": {"exp_avg": torch.zeros(64, 128)}}
     manager.load(4, part)
     assert torch.equal(part["optimizer"]["exp_avg"], state_of(4)["optimizer"]["exp_avg"])
+
+
+def zeros_of(*keys: str) -> dict[str, Any]:
+    return {key: value for key, value in empty_state().items() if key in keys}
+
+
+@pytest.mark.parametrize("template", [lambda: None, lambda: zeros_of("model", "optimizer")])
+def test_parts_of_a_step_load_as_one_state(manager: CheckpointManager, template: Any) -> None:
+    saved(manager, 3)
+    for kind in ("optimizer_only", "model_only"):
+        saved(manager, 4, checkpoint_type=kind)
+    template = template()
+    state = manager.load(4, template)
+    assert template is None or state is template
+    assert state.keys() == {"model", "optimizer"}
+    assert_is({**state, "step": 4}, 4)
+    latest = manager.latest()
+    assert latest is not None and latest.step == 3, "only a whole checkpoint is the newest"
+    manager.load("latest", newest := empty_state())
+    assert_is(newest, 3)
+
+
+def test_one_of_two_parts_loads_alone(manager: CheckpointManager) -> None:
+    for kind in ("optimizer_only", "model_only"):
+        saved(manager, 4, checkpoint_type=kind)
+    part = manager.load(4, zeros_of("model"))
+    assert part.keys() == {"model"} and torch.equal(part["model"]["weight"], state_of(4)["model"]["weight"])
+
+
+def test_a_whole_checkpoint_of_a_step_comes_before_its_parts(manager: CheckpointManager) -> None:
+    saved(manager, 4, checkpoint_type="model_only")
+    saved(manager, 4)
+    assert_is(manager.load(4), 4)
+
+
+def test_keys_that_no_part_was_saved_with_are_named_and_nothing_is_changed(
+    manager: CheckpointManager, tmp_path: Path
+) -> None:
+    saved(manager, 4, checkpoint_type="model_only")
+    state = empty_state()
+    with pytest.raises(LayoutMismatchError) as caught:
+        manager.load(4, state)
+    assert "'optimizer': step-4-optimizer is not saved; 'step': is in no part" in str(caught.value)
+    assert f"only {tmp_path}/run/step-4-model is saved" in str(caught.value)
+    assert not state["model"]["weight"].any()
+
+
+def test_a_damaged_part_is_an_error(manager: CheckpointManager, tmp_path: Path) -> None:
+    for kind in ("optimizer_only", "model_only"):
+        saved(manager, 4, checkpoint_type=kind)
+    flip(tmp_path / "run/step-4-optimizer")
+    with pytest.raises(CheckpointException) as caught:
+        manager.load(4, zeros_of("model", "optimizer"))
+    assert isinstance(caught.value.failures[0][0], CorruptionError)
 
 
 def test_the_best_is_kept_and_found(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,7 +26,7 @@ from torch_strata.checkpoint._store import resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle
-from torch_strata.checkpoint.restore import restore_state
+from torch_strata.checkpoint.restore import restore
 from torch_strata.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepLast, Retention
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
 from torch_strata.checkpoint.save_stats import SaveStats
@@ -38,7 +38,7 @@ __all__ = ["CheckpointManager"]
 
 _logger = logging.getLogger(__name__)
 
-_PART_KEYS = {CheckpointType.MODEL_ONLY: "model", CheckpointType.OPTIMIZER_ONLY: "optimizer"}
+_Found = TypeVar("_Found")
 
 
 class CheckpointManager:
@@ -166,7 +166,7 @@ class CheckpointManager:
         held = state.state_dict() if hasattr(state, "state_dict") and not isinstance(state, dict) else state
         if not isinstance(held, dict):
             raise ConfigError(f"state: expected a state dict, a Stateful or bytes, found a {type(state).__name__}")
-        key = _PART_KEYS.get(order.checkpoint_type)
+        key = order.checkpoint_type.key
         if key is not None and key not in held:
             raise ConfigError(f"state: a checkpoint of type {order.checkpoint_type} needs the key {key!r}")
         if RNG_KEY in held:
@@ -194,13 +194,15 @@ class CheckpointManager:
     ) -> Any:
         """Load a checkpoint, verified; every rank calls it.
 
-        With "latest", a checkpoint that turns out to be damaged is set aside, said so, and the one before is loaded;
-        nothing of it is removed.
+        A step of which only the model and the optimizer were saved is both of them, under the keys ``model`` and
+        ``optimizer``; the newest and the best are always whole checkpoints. With "latest", a checkpoint that turns out
+        to be damaged is set aside, said so, and the one before is loaded; nothing of it is removed.
 
         Args:
             which: A step, the newest, or the best by the policy's KeepBest.
-            state: Filled in place, as by ``dcp.load``; lists and dicts that have grown since are filled up. If not
-                given, a new state of plain tensors is returned, all of it on this rank.
+            state: Filled in place, as by ``dcp.load``; lists and dicts that are empty in it get all that was saved in
+                them, see `StrataReader`. If not given, a new state of plain tensors is returned, all of it on this
+                rank.
             rng: Whether the random number generators go on as they did then.
 
         Returns:
@@ -209,7 +211,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: If there is none.
             CorruptionError: If the step that was asked for is damaged, or every one is.
-            LayoutMismatchError: If `state` does not fit.
+            LayoutMismatchError: If `state` does not fit, or has keys that no part of the step was saved with.
         """
         candidates = self._agree(lambda: self._candidates(which))
         if not candidates:
@@ -220,7 +222,7 @@ class CheckpointManager:
             except (CorruptionError, CheckpointException) as error:
                 if which != "latest" or not _is_damage(error):
                     raise
-                self._set_aside(found, error)
+                self._set_aside(found[0], error)
                 failure = error
         raise failure
 
@@ -351,7 +353,7 @@ class CheckpointManager:
                 f"{self._root}: nothing was committed for {age}, more than max_age={self._max_age}"
             ) from self._last_failure
 
-    def _agree(self, find: Callable[[], list[CheckpointMetadata]]) -> list[CheckpointMetadata]:
+    def _agree(self, find: Callable[[], list[_Found]]) -> list[_Found]:
         """What the first rank finds, or its error, on all of them."""
         if self._alone:
             return find()
@@ -364,23 +366,24 @@ class CheckpointManager:
         dist.broadcast_object_list(told, group=self._group, group_src=0)
         if isinstance(told[0], Exception):
             raise told[0]
-        found: list[CheckpointMetadata] = told[0]
+        found: list[_Found] = told[0]
         return found
 
-    def _candidates(self, which: int | str) -> list[CheckpointMetadata]:
+    def _candidates(self, which: int | str) -> list[list[CheckpointMetadata]]:
+        """Each a whole checkpoint, or the parts of a step."""
         if which == "latest":
-            return [found for found in reversed(self.all()) if found.checkpoint_type.is_whole]
+            return [[found] for found in reversed(self.all()) if found.checkpoint_type.is_whole]
         if which == "best":
             best = self.best()
-            return [] if best is None else [best]
+            return [] if best is None else [[best]]
         step = check_step(which)
         at = [found for found in self.all() if found.step == step]
         if not at:
             raise CheckpointNotFoundError(f"no checkpoint of step {step} at {self._root}")
-        return sorted(at, key=lambda found: not found.checkpoint_type.is_whole)[:1]
+        return [[found for found in at if found.checkpoint_type.is_whole] or at]
 
-    def _load(self, found: CheckpointMetadata, state: dict[str, Any] | None, *, rng: bool) -> Any:
-        return restore_state(
+    def _load(self, found: list[CheckpointMetadata], state: dict[str, Any] | None, *, rng: bool) -> Any:
+        return restore(
             found,
             self._run,
             state,

@@ -15,10 +15,11 @@ from torch_strata.checkpoint._rng import RNG_KEY, restore_rng
 from torch_strata.checkpoint._stored_lists import entry_paths
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.checkpoint.reader import StrataReader
-from torch_strata.checkpoint.run import CheckpointMetadata
+from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType
 from torch_strata.config import StorageConfig
+from torch_strata.errors import LayoutMismatchError
 
-__all__ = ["restore_state"]
+__all__ = ["restore"]
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +27,44 @@ _logger = logging.getLogger(__name__)
 _BYTES = "bytes"
 
 
-def restore_state(
+def restore(
+    found: Sequence[CheckpointMetadata], run: _native.Run, state: dict[str, Any] | None, **settings: Any
+) -> Any:
+    """Load a whole checkpoint, or all parts that there are of a step, as `_restore_one` does.
+
+    Args:
+        found: The one, or the parts.
+        run: The run that they are of.
+        state: As `_restore_one`.
+        settings: As `_restore_one`.
+
+    Raises:
+        LayoutMismatchError: If `state` has keys that no part was saved with; nothing has been changed then.
+    """
+    parts = {kind.key: part for part in found if (kind := part.checkpoint_type).key is not None}
+    if len(parts) < len(found):
+        return _restore_one(found[0], run, state, **settings)
+    if state is None:
+        return {key: part for one in found for key, part in _restore_one(one, run, None, **settings).items()}
+    if not parts.keys() >= state.keys():
+        raise LayoutMismatchError(_words(found, [key for key in state if key not in parts]))
+    loaded = {key: {key: state[key]} for key in parts if key in state}
+    for key, part in loaded.items():
+        _restore_one(parts[key], run, part, **settings)
+    for part in loaded.values():
+        state.update(part)
+    return state
+
+
+def _words(found: Sequence[CheckpointMetadata], missing: Sequence[str]) -> str:
+    step = found[0].step
+    folders = {kind.key: _native.run_folder(step, kind.value) for kind in CheckpointType if kind.key is not None}
+    why = [f"{key!r}: {folders[key]} is not saved" if key in folders else f"{key!r}: is in no part" for key in missing]
+    there = " and ".join(part.path for part in found)
+    return f"of step {step} only {there} is saved, not all that the state has: {'; '.join(why)}"
+
+
+def _restore_one(
     found: CheckpointMetadata,
     run: _native.Run,
     state: dict[str, Any] | None,
