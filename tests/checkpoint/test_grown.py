@@ -24,7 +24,7 @@ from torch_strata import (
     StrataWriter,
 )
 from torch_strata.checkpoint._grown import nested
-from torch_strata.checkpoint._stored_lists import names_of_lists
+from torch_strata.checkpoint._stored_lists import ListNames
 from torch_strata.checkpoint.manager import CheckpointManager
 
 PLANNERS = [DefaultLoadPlanner, StrataLoadPlanner]
@@ -306,9 +306,11 @@ def test_paths_of_no_state_are_refused(paths):
 
 
 def test_planner_data_of_another_kind_names_no_lists():
-    for data in (None, [], {"a": None}, {1: ("a", 0)}, {"a": ("a",)}):
-        assert names_of_lists(data) == frozenset()
-    assert names_of_lists({"a.0.b.1": ("a", 0, "b", 1)}) == {"a", "a.0.b"}
+    for data in (None, [], {"a.0": None}, {1: ("a", 0)}, {"a": ("a",)}, {"a.0": ("a", "0")}, {"a.0": ("a.0",)}):
+        assert "a" not in ListNames(data)
+    names = ListNames({"a.0.b.1": ("a", 0, "b", 1), "a.c.0": ("a.c", 0), "a.c.x": ("a", "c", "x")})
+    found = ["a", "a.0", "a.0.b", "a.0.b.1", "a.c", "a.c.0", "b", "", 0]
+    assert [name for name in found if name in names] == ["a", "a.0.b", "a.c"]
 
 
 def test_a_list_that_was_saved_as_one_value_is_loaded_as_one(tmp_path: Path) -> None:

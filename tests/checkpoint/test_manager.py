@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_strata import StorageConfig, StrataReader, _native
 from torch_strata.checkpoint._store import open_store
@@ -231,9 +230,8 @@ def test_a_damaged_part_is_an_error(manager: CheckpointManager, tmp_path: Path) 
     for kind in ("optimizer_only", "model_only"):
         saved(manager, 4, checkpoint_type=kind)
     flip(tmp_path / "run/step-4-optimizer")
-    with pytest.raises(CheckpointException) as caught:
+    with pytest.raises(CorruptionError, match="step-4-optimizer"):
         manager.load(4, zeros_of("model", "optimizer"))
-    assert isinstance(caught.value.failures[0][0], CorruptionError)
 
 
 def test_the_best_is_kept_and_found(tmp_path: Path) -> None:
@@ -268,10 +266,8 @@ def test_a_damaged_newest_is_passed_over_and_stays_for_a_person(
 def test_a_damaged_step_that_was_asked_for_is_an_error(manager: CheckpointManager, tmp_path: Path) -> None:
     saved(manager, 1, 2)
     flip(tmp_path / "run/step-2")
-    with pytest.raises(BaseException) as caught:
+    with pytest.raises(CorruptionError, match="step-2"):
         manager.load(2, empty_state())
-    causes = [cause for cause, _ in getattr(caught.value, "failures", {0: (caught.value, None)}).values()]
-    assert isinstance(causes[0], CorruptionError)
     assert [found.step for found in manager.all()] == [1, 2]
 
 

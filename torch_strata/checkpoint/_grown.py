@@ -25,7 +25,7 @@ from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatch
 if TYPE_CHECKING:
     from typing import TypeGuard
 
-__all__ = ["Grown", "nested", "number_params", "slot_for", "with_grown"]
+__all__ = ["Grown", "empty_containers", "nested", "number_params", "slot_for", "with_grown"]
 
 # A place in a list that no entry has was an empty dict's, and costs as much: an index can claim any number of them.
 _MAX_PLACES = 1 << 24
@@ -130,7 +130,7 @@ def _grown(planner: DefaultLoadPlanner, stored: Mapping[str, Any], planner_data:
         return {}
     empty = {
         path: _Container(held, parent, {})
-        for path, held, parent in _empty_containers(planner.original_state_dict)
+        for path, held, parent in empty_containers(planner.original_state_dict)
         if isinstance(stored.get(".".join(map(str, path)), StoredList()), StoredList)
     }
     lengths = sorted({len(path) for path in empty})
@@ -151,7 +151,7 @@ def _grown(planner: DefaultLoadPlanner, stored: Mapping[str, Any], planner_data:
     return {path: container for path, container in found.items() if container.is_of_kind}
 
 
-def _empty_containers(held: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
+def empty_containers(held: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
     """Path, the container, and what it is in."""
     inside: Iterable[tuple[str | int, Any]] = ()
     if isinstance(held, Mapping):
@@ -161,7 +161,7 @@ def _empty_containers(held: Any, path: Path = ()) -> Iterator[tuple[Path, Any, A
     for part, value in inside:
         if isinstance(value, list | Mapping):
             if value:
-                yield from _empty_containers(value, (*path, part))
+                yield from empty_containers(value, (*path, part))
             elif isinstance(value, list | MutableMapping):
                 yield (*path, part), value, held
 

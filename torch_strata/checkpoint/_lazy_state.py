@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_strata.checkpoint._columns import Columns, Ints, Template, pack_ints, unpack_ints
-from torch_strata.checkpoint._stored_lists import StoredList, names_of_lists
+from torch_strata.checkpoint._stored_lists import ListNames, StoredList
 
 __all__ = ["Chunks", "LazyState", "PlannedMetadata", "StoredIndex"]
 
@@ -100,7 +100,7 @@ class LazyState(MutableMapping[str, Stored]):
 
     def __init__(self, chunks: Chunks, planner_data: Any = None) -> None:
         self.chunks: Chunks | None = chunks
-        self._planner_data = planner_data
+        self._lists = ListNames(planner_data)
         self._rows = {name: row for row, name in enumerate(chunks.columns.shared.names)}
         self._made: dict[str, Stored] = {}
 
@@ -136,10 +136,6 @@ class LazyState(MutableMapping[str, Stored]):
 
     def __contains__(self, fqn: object) -> bool:
         return fqn in self._rows or fqn in self._lists
-
-    @functools.cached_property
-    def _lists(self) -> frozenset[str]:
-        return names_of_lists(self._planner_data)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self.items())!r})"

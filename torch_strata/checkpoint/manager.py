@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import world_size
@@ -26,7 +25,7 @@ from torch_strata.checkpoint._store import resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle
-from torch_strata.checkpoint.restore import restore
+from torch_strata.checkpoint.restore import restore, together
 from torch_strata.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepLast, Retention
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
 from torch_strata.checkpoint.save_stats import SaveStats
@@ -219,8 +218,8 @@ class CheckpointManager:
         for found in candidates:
             try:
                 return self._load(found, state, rng=rng)
-            except (CorruptionError, CheckpointException) as error:
-                if which != "latest" or not _is_damage(error):
+            except CorruptionError as error:
+                if which != "latest":
                     raise
                 self._set_aside(found[0], error)
                 failure = error
@@ -271,10 +270,11 @@ class CheckpointManager:
     def rollback(self, step: int) -> list[str]:
         """Take the run back to `step`: later checkpoints are passed over, and go when the policy is applied next.
 
-        On one rank. Returns the folders that are left behind.
+        Every rank calls it. Returns the folders that are left behind.
         """
-        self.wait()
-        return self._run.rollback(check_step(step))
+        with together(self._group, no_dist=self._alone):
+            self.wait()
+        return self._agree(lambda: self._run.rollback(check_step(step)))
 
     @contextmanager
     def hold(self, step: int, who: str) -> Iterator[None]:
@@ -311,9 +311,10 @@ class CheckpointManager:
         return self._run.plan()[0]
 
     def apply_retention(self) -> None:
-        """Apply the policy now, on one rank."""
-        self._claim()
-        retain(self._run, self._root)
+        """Apply the policy now. Every rank may call it: the first does it, which has the right to."""
+        if self._alone or dist.get_rank(self._group) == 0:
+            self._claim()
+            retain(self._run, self._root)
 
     @property
     def last_durable_age(self) -> timedelta:
@@ -439,9 +440,3 @@ def _find_best(policy: Retention) -> KeepBest | None:
         return policy
     inner = policy.policies if isinstance(policy, KeepAny) else ()
     return next((best for best in map(_find_best, inner) if best is not None), None)
-
-
-def _is_damage(error: BaseException) -> bool:
-    if isinstance(error, CheckpointException):
-        return any(isinstance(cause, CorruptionError) for cause, _ in error.failures.values())
-    return isinstance(error, CorruptionError)

@@ -1,15 +1,18 @@
 """Loading one checkpoint of a run: its bytes, a state into place, or all of a state anew."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_strata import _native
-from torch_strata.checkpoint._grown import nested, number_params, slot_for
+from torch_strata.checkpoint._board import travelling
+from torch_strata.checkpoint._grown import empty_containers, nested, number_params, slot_for
 from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._rng import RNG_KEY, restore_rng
 from torch_strata.checkpoint._stored_lists import entry_paths
@@ -17,9 +20,9 @@ from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.checkpoint.reader import StrataReader
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType
 from torch_strata.config import StorageConfig
-from torch_strata.errors import LayoutMismatchError
+from torch_strata.errors import CorruptionError, LayoutMismatchError
 
-__all__ = ["restore"]
+__all__ = ["restore", "together"]
 
 _logger = logging.getLogger(__name__)
 
@@ -89,35 +92,79 @@ def _restore_one(
 
     Returns:
         The bytes if bytes were saved; else the state.
+
+    Raises:
+        StrataError: What a rank has failed at, on all of them. `state` may hold some of what was loaded then; lists and
+            dicts that were empty are empty.
     """
-    reader = StrataReader(found.path, config=config, trusted_classes=trusted_classes)
-    metadata = reader.read_metadata()
-    paths = entry_paths(metadata.planner_data)
-    if set(metadata.state_dict_metadata) == {_BYTES} and not paths:
-        return run.load_bytes(found.step, found.checkpoint_type.value)
+    alone = no_dist or state is None
     rank = str(0 if no_dist else dist.get_rank(process_group))
-    wanted = {} if state is None else dict(state)
-    if state is None:
-        wanted = _slots(metadata, [fqn for fqn in metadata.state_dict_metadata if paths.get(fqn, ("",))[0] != RNG_KEY])
-    if rng:
-        wanted |= _slots(metadata, [fqn for fqn, path in paths.items() if path[:2] == (RNG_KEY, rank)])
-    dcp.load(
-        wanted,
-        storage_reader=reader,
-        planner=StrataLoadPlanner(trusted_classes=trusted_classes),
-        process_group=None if no_dist else process_group,
-        no_dist=no_dist or state is None,
-    )
-    generators = wanted.pop(RNG_KEY, {}).get(rank)
-    if generators is not None:
-        restore_rng(generators)
-    elif rng and found.checkpoint_type.is_whole:
+    with together(process_group, no_dist=no_dist):
+        reader = StrataReader(found.path, config=config, trusted_classes=trusted_classes)
+        metadata = reader.read_metadata()
+        paths = entry_paths(metadata.planner_data)
+        is_bytes = set(metadata.state_dict_metadata) == {_BYTES} and not paths
+        fqns = [fqn for fqn in metadata.state_dict_metadata if paths.get(fqn, ("",))[0] != RNG_KEY]
+        generators = [fqn for fqn, path in paths.items() if rng and path[:2] == (RNG_KEY, rank)]
+        wanted = dict(state) if state is not None else {} if is_bytes else _slots(metadata, fqns)
+        wanted |= _slots(metadata, generators)
+    empty = [held for _, held, _ in empty_containers(wanted)]
+    try:
+        with together(process_group, no_dist=no_dist):
+            if is_bytes:
+                return run.load_bytes(found.step, found.checkpoint_type.value)
+            dcp.load(
+                wanted,
+                storage_reader=reader,
+                planner=StrataLoadPlanner(trusted_classes=trusted_classes),
+                process_group=None if alone else process_group,
+                no_dist=alone,
+            )
+            if generators:
+                restore_rng(wanted.pop(RNG_KEY)[rank])
+    except BaseException:
+        # This rank may have filled what another could not: the next attempt is to find it as it was.
+        for held in empty:
+            held.clear()
+        raise
+    if rng and not generators and found.checkpoint_type.is_whole:
         _logger.warning("%s: rank %s saved no random number generators; those here go on as they are", found.path, rank)
     if state is None:
         number_params(wanted)
         return wanted
     state.update(wanted)
     return state
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None, *, no_dist: bool) -> Iterator[None]:
+    """What is done within fails on every rank if it fails on one, with what the first such rank has failed at.
+
+    So that all go on to the same checkpoint. An error that DCP has gathered is told as its cause.
+    """
+    mine = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        mine = error
+    failures = [mine and _cause_of(mine)]
+    if not no_dist:
+        failures *= dist.get_world_size(group)
+        dist.all_gather_object(failures, failures[0] and travelling(failures[0]), group=group)
+    first = next((failure for failure in failures if failure is not None), None)
+    if first is None:
+        return
+    if first is mine:
+        raise mine
+    raise first from mine
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """Of what several ranks failed at, damage comes first."""
+    if not isinstance(error, CheckpointException):
+        return error
+    causes = [cause for cause, _ in error.failures.values()]
+    return next((cause for cause in causes if isinstance(cause, CorruptionError)), causes[0])
 
 
 def _slots(metadata: Metadata, fqns: Iterable[str]) -> dict[str, Any]:
