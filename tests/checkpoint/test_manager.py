@@ -26,6 +26,7 @@ from torch_strata.errors import (
     LayoutMismatchError,
     StaleGenerationError,
     StorageError,
+    StoragePermissionError,
 )
 
 
@@ -100,6 +101,15 @@ def test_a_handle_tells_what_is_committed(manager: CheckpointManager, tmp_path: 
     assert (found.metadata, found.metrics) == ({"who": "me"}, {"loss": 0.5})
     assert found.size_bytes > 65536 * 4 and found.model_hash is not None
     assert manager.all() == [found]
+
+
+def test_a_save_that_went_well_and_was_removed_since_is_no_failure(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", keep_count=1)
+    first, second = (manager.save(state_of(step), step=step) for step in (1, 2))
+    manager.wait()
+    assert first.result() is None and first.exception() is None
+    found = second.result()
+    assert found is not None and found.step == 2
 
 
 def test_the_state_may_change_as_soon_as_save_returns(manager: CheckpointManager) -> None:
@@ -201,6 +211,16 @@ def test_parts_of_a_step_load_as_one_state(manager: CheckpointManager, template:
     assert_is(newest, 3)
 
 
+def test_bytes_of_a_part_load_alone_and_beside_the_other_part(manager: CheckpointManager) -> None:
+    manager.save(b"weights", step=4, checkpoint_type="model_only").result()
+    assert manager.load(4) == b"weights"
+    saved(manager, 4, checkpoint_type="optimizer_only")
+    both = manager.load(4)
+    assert both["model"] == b"weights" and torch.equal(
+        both["optimizer"]["exp_avg"], state_of(4)["optimizer"]["exp_avg"]
+    )
+
+
 def test_one_of_two_parts_loads_alone(manager: CheckpointManager) -> None:
     for kind in ("optimizer_only", "model_only"):
         saved(manager, 4, checkpoint_type=kind)
@@ -261,6 +281,56 @@ def test_a_damaged_newest_is_passed_over_and_stays_for_a_person(
     assert list((tmp_path / "run/step-3").glob("*.distcp")), "nothing of it is removed"
     with pytest.raises(CheckpointNotFoundError):
         manager.load(3, empty_state())
+
+
+def test_a_newest_of_which_an_object_is_missing_is_passed_over(manager: CheckpointManager, tmp_path: Path) -> None:
+    saved(manager, 1, 2)
+    for path in (tmp_path / "run/step-2").glob("*.distcp"):
+        path.unlink()
+    state = empty_state()
+    manager.load("latest", state)
+    assert_is(state, 1)
+    assert [found.step for found in manager.all()] == [1]
+
+
+def test_one_that_was_removed_while_it_was_read_is_not_marked_and_the_newest_is_loaded(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(manager, 1)
+    candidates = manager._candidates
+
+    def look(which: Any) -> Any:
+        found = candidates(which)
+        monkeypatch.setattr(manager, "_candidates", candidates)
+        saved(CheckpointManager(tmp_path / "run", keep_count=1), 2)
+        return found
+
+    monkeypatch.setattr(manager, "_candidates", look)
+    state = empty_state()
+    manager.load("latest", state)
+    assert_is(state, 2)
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-2"]
+
+
+def test_a_damaged_newest_is_passed_over_where_nothing_may_be_written(
+    manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(manager, 1, 2)
+    flip(tmp_path / "run/step-2")
+
+    class ReadOnly:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(run, name)
+
+        def quarantine(self, *args: Any) -> None:
+            raise StoragePermissionError("nothing may be written here")
+
+    run = manager._run
+    monkeypatch.setattr(manager, "_run", ReadOnly())
+    state = empty_state()
+    manager.load("latest", state)
+    assert_is(state, 1)
+    assert "not marked as damaged: StoragePermissionError" in caplog.text
 
 
 def test_a_damaged_step_that_was_asked_for_is_an_error(manager: CheckpointManager, tmp_path: Path) -> None:

@@ -25,13 +25,13 @@ from torch_strata.checkpoint._store import resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle
-from torch_strata.checkpoint.restore import restore, together
+from torch_strata.checkpoint.restore import DAMAGE, restore, together
 from torch_strata.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepLast, Retention
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.verify import VerifyReport, verify
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptionError
+from torch_strata.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StrataError
 
 __all__ = ["CheckpointManager"]
 
@@ -210,20 +210,25 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: If there is none.
             CorruptionError: If the step that was asked for is damaged, or every one is.
+            ObjectNotFoundError: Likewise, if something of it is missing.
             LayoutMismatchError: If `state` does not fit, or has keys that no part of the step was saved with.
         """
-        candidates = self._agree(lambda: self._candidates(which))
-        if not candidates:
-            raise CheckpointNotFoundError(f"no checkpoint to resume from at {self._root}")
-        for found in candidates:
+        tried: dict[str, Exception] = {}
+        while True:
+            # Listed again after each: another process may have saved, and removed what it does not keep.
+            candidates = self._agree(lambda: self._candidates(which))
+            found = next((found for found in candidates if found[0].id not in tried), None)
+            if found is None:
+                missing = CheckpointNotFoundError(f"no checkpoint to resume from at {self._root}")
+                raise next(reversed(tried.values()), missing)
             try:
                 return self._load(found, state, rng=rng)
-            except CorruptionError as error:
+            except (*DAMAGE, CheckpointNotFoundError) as error:
                 if which != "latest":
                     raise
-                self._set_aside(found[0], error)
-                failure = error
-        raise failure
+                if isinstance(error, DAMAGE):  # and not removed before it was opened, or on no disk of this rank
+                    self._set_aside(found[0], error)
+                tried[found[0].id] = error
 
     def latest(self) -> CheckpointMetadata | None:
         """The newest checkpoint to resume from. Looks at the store, on the rank that asks."""
@@ -402,9 +407,14 @@ class CheckpointManager:
             type(error).__name__,
             error,
         )
-        if self._alone or dist.get_rank(self._group) == 0:
-            folder = _native.run_folder(found.step, found.checkpoint_type.value)
-            self._run.quarantine(folder, found.id, f"{type(error).__name__}: {error}")
+        if not self._alone and dist.get_rank(self._group) != 0:
+            return
+        folder = _native.run_folder(found.step, found.checkpoint_type.value)
+        try:
+            if found in self.all():  # and was not removed while it was read
+                self._run.quarantine(folder, found.id, f"{type(error).__name__}: {error}")
+        except StrataError as failure:  # as where nothing may be written: it is passed over all the same
+            _logger.warning("%s: not marked as damaged: %s: %s", found.path, type(failure).__name__, failure)
 
 
 def _root(path: str | os.PathLike[str] | None, bucket: str | None, storage_type: str | None) -> str:

@@ -336,11 +336,9 @@ class StrataReader(StorageReader):
 
     def _with_grown(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[LoadPlan, Grown]:
         known = self._metadata_read
-        return (
-            (plan, Grown())
-            if known is None
-            else with_grown(plan, planner, known.state_dict_metadata, known.planner_data)
-        )
+        if known is None:
+            return plan, Grown()
+        return with_grown(plan, planner, known.state_dict_metadata, known.planner_data)
 
     def _check_ranks(self, opened: Opened) -> None:
         saved, loading = opened.native.world_size, world_size()

@@ -20,11 +20,14 @@ from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.checkpoint.reader import StrataReader
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CorruptionError, LayoutMismatchError
+from torch_strata.errors import CorruptionError, LayoutMismatchError, ObjectNotFoundError
 
-__all__ = ["restore", "together"]
+__all__ = ["DAMAGE", "restore", "together"]
 
 _logger = logging.getLogger(__name__)
+
+# What a checkpoint before may be free of.
+DAMAGE = (CorruptionError, ObjectNotFoundError)
 
 # As strata-checkpoint's BYTES_KEY, the one key of a checkpoint of bytes.
 _BYTES = "bytes"
@@ -45,17 +48,18 @@ def restore(
         LayoutMismatchError: If `state` has keys that no part was saved with; nothing has been changed then.
     """
     parts = {kind.key: part for part in found if (kind := part.checkpoint_type).key is not None}
-    if len(parts) < len(found):
-        return _restore_one(found[0], run, state, **settings)
-    if state is None:
-        return {key: part for one in found for key, part in _restore_one(one, run, None, **settings).items()}
-    if not parts.keys() >= state.keys():
+    if parts and state is not None and not parts.keys() >= state.keys():
         raise LayoutMismatchError(_words(found, [key for key in state if key not in parts]))
-    loaded = {key: {key: state[key]} for key in parts if key in state}
-    for key, part in loaded.items():
-        _restore_one(parts[key], run, part, **settings)
-    for part in loaded.values():
-        state.update(part)
+    if len(found) == 1:
+        return _restore_one(found[0], run, state, **settings)
+    loaded = {}
+    for key, part in parts.items():
+        if state is None or key in state:
+            one = _restore_one(part, run, None if state is None else {key: state[key]}, **settings)
+            loaded[key] = one[key] if isinstance(one, dict) else one
+    if state is None:
+        return loaded
+    state.update(loaded)
     return state
 
 
@@ -164,7 +168,7 @@ def _cause_of(error: BaseException) -> BaseException:
     if not isinstance(error, CheckpointException):
         return error
     causes = [cause for cause, _ in error.failures.values()]
-    return next((cause for cause in causes if isinstance(cause, CorruptionError)), causes[0])
+    return next((cause for cause in causes if isinstance(cause, DAMAGE)), causes[0])
 
 
 def _slots(metadata: Metadata, fqns: Iterable[str]) -> dict[str, Any]:
