@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_strata.checkpoint._columns import Columns, Ints, Template, pack_ints, unpack_ints
+from torch_strata.checkpoint._stored_lists import ListNames, StoredList
 
 __all__ = ["Chunks", "LazyState", "PlannedMetadata", "StoredIndex"]
 
@@ -93,11 +94,13 @@ class Chunks:
 class LazyState(MutableMapping[str, Stored]):
     """``state_dict_metadata`` that makes an entry when it is first looked at.
 
+    A name that is found and not iterated over is that of a list (`_stored_lists.py`), if it knows the planner's data.
     Pickled as arrays, which other ranks need torch_strata to read; `PlannedMetadata` pickles it as stock does.
     """
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: Chunks, planner_data: Any = None) -> None:
         self.chunks: Chunks | None = chunks
+        self._lists = ListNames(planner_data)
         self._rows = {name: row for row, name in enumerate(chunks.columns.shared.names)}
         self._made: dict[str, Stored] = {}
 
@@ -109,6 +112,8 @@ class LazyState(MutableMapping[str, Stored]):
     def __getitem__(self, fqn: str) -> Stored:
         made = self._made.get(fqn)
         if made is None:
+            if fqn not in self._rows and fqn in self._lists:
+                return StoredList()
             made = self._made[fqn] = self._make(self._rows[fqn])
         return made
 
@@ -130,7 +135,7 @@ class LazyState(MutableMapping[str, Stored]):
         return len(self._rows)
 
     def __contains__(self, fqn: object) -> bool:
-        return fqn in self._rows
+        return fqn in self._rows or fqn in self._lists
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self.items())!r})"
@@ -181,6 +186,12 @@ class StoredIndex:
             return False
         is_same = self._dtypes[self._templates[row]] == dtype
         return is_same and tuple(self._sizes[self._first[row] : self._first[row + 1]]) == size
+
+    def is_list(self, fqn: str) -> bool:
+        """Whether only the entries of a list of this name are stored."""
+        if self._chunks is not None:
+            return fqn not in self._rows and fqn in self.stored
+        return isinstance(self.stored.get(fqn), StoredList)
 
     def described(self, fqn: str) -> tuple[bool, torch.dtype | None, tuple[int, ...]]:
         """Whether it is a tensor; its dtype and size."""

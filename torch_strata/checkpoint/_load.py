@@ -1,7 +1,7 @@
 """One rank's part of a load: everything is resolved and compared before the first byte of a destination changes."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,9 +79,17 @@ class ReadStats:
 
 @gc_paused()
 def load_plan(
-    opened: Opened, plan: LoadPlan, planner: LoadPlanner, settings: LoadSettings, exchange: Exchange | None = None
+    opened: Opened,
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    settings: LoadSettings,
+    exchange: Exchange | None = None,
+    *,
+    beyond: MutableMapping[str, Any],
 ) -> ReadStats:
     """Read every item of `plan` into `planner`'s state; with an exchange, what other ranks need too only once.
+
+    Pickled values of the names in `beyond` go there.
 
     Raises:
         LayoutMismatchError: If a destination has another dtype, shape or kind; nothing has been changed then.
@@ -113,7 +121,10 @@ def load_plan(
         for part in tensors:
             guarded(part, planner.commit_tensor, part.item, part.target)
     for part in values:
-        guarded(part, _set_value, planner, part)
+        if part.fqn in beyond:
+            _, beyond[part.fqn] = part.value
+        else:
+            guarded(part, _set_value, planner, part)
     return stats
 
 

@@ -23,6 +23,7 @@ from torch_strata.checkpoint._lazy_state import Chunks, LazyState, PlannedMetada
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._planner_data import decode_planner_data
 from torch_strata.checkpoint._stock_pickle import DCP_VERSION
+from torch_strata.checkpoint._stored_lists import StoredDict
 from torch_strata.checkpoint._tiling import tiling_fault
 from torch_strata.checkpoint._untiled import untiled
 from torch_strata.errors import CheckpointError, CorruptionError
@@ -187,8 +188,9 @@ def read_metadata(opened: Opened, *, storage_meta: StorageMeta, whole: bool) -> 
             described = chunks.described(row)
             if described and (fault := tiling_fault(described[1], *chunks.of(row), whole=whole)):
                 raise CorruptionError(f"{where}: {chunks.columns.shared.names[row]!r}: {fault}")
-        metadata = PlannedMetadata(LazyState(chunks))  # type: ignore[arg-type]
-        metadata.planner_data = decode_planner_data(opened.native.planner_data, where)
+        planner_data = decode_planner_data(opened.native.planner_data, where)
+        metadata = PlannedMetadata(LazyState(chunks, planner_data))  # type: ignore[arg-type]
+        metadata.planner_data = planner_data
         metadata.storage_meta, metadata.version = storage_meta, DCP_VERSION
         return metadata
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -197,7 +199,9 @@ def read_metadata(opened: Opened, *, storage_meta: StorageMeta, whole: bool) -> 
         if fqn in state:
             raise CorruptionError(f"{where}: the key {fqn!r} is stored twice")
         state[fqn] = _tensor_metadata(fqn, entry, whole, where) if entry[1] else BytesStorageMetadata()
-    return Metadata(state, planner_data=opened.foreign_planner_data, storage_meta=storage_meta, version=DCP_VERSION)
+    planner_data = opened.foreign_planner_data
+    known = StoredDict(state, planner_data)
+    return Metadata(known, planner_data=planner_data, storage_meta=storage_meta, version=DCP_VERSION)
 
 
 def _tensor_metadata(fqn: str, entry: "TensorEntry", whole: bool, where: str) -> TensorStorageMetadata:

@@ -10,6 +10,7 @@ from torch_strata.checkpoint._order import SaveOrder
 from torch_strata.checkpoint.handle import SaveHandle, SaveProgress
 from torch_strata.checkpoint.run import CheckpointMetadata
 from torch_strata.checkpoint.save_stats import SaveStats
+from torch_strata.errors import CheckpointNotFoundError
 
 __all__ = ["CheckpointHandle"]
 
@@ -63,7 +64,8 @@ class CheckpointHandle:
         """Wait until the checkpoint is committed, on every rank.
 
         Returns:
-            What is committed; None after a failure with ``on_failure="continue"``.
+            What is committed; None if that has been removed since, as the policy may, and after a failure with
+            ``on_failure="continue"``.
 
         Raises:
             TimeoutError: If the save has not ended in time; it goes on.
@@ -71,7 +73,10 @@ class CheckpointHandle:
         """
         if self._handle.result(timeout) is None:
             return None
-        return CheckpointMetadata.of_native(self._run.found(self._folder))
+        try:
+            return CheckpointMetadata.of_native(self._run.found(self._folder))
+        except CheckpointNotFoundError:
+            return None
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call `callback` with this handle at the end, from the thread that saves; at once if that has been."""

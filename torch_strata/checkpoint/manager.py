@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import world_size
@@ -27,26 +26,20 @@ from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle
 from torch_strata.checkpoint.metrics import write_text
-from torch_strata.checkpoint.restore import restore_state
+from torch_strata.checkpoint.restore import DAMAGE, restore, together
 from torch_strata.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepLast, Retention
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
 from torch_strata.checkpoint.run_record import RunRecord
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.verify import VerifyReport, verify
 from torch_strata.config import StorageConfig
-from torch_strata.errors import (
-    CheckpointNotFoundError,
-    ConfigError,
-    CorruptionError,
-    ObjectNotFoundError,
-    StrataError,
-)
+from torch_strata.errors import CheckpointNotFoundError, ConfigError, StrataError
 
 __all__ = ["CheckpointManager"]
 
 _logger = logging.getLogger(__name__)
 
-_PART_KEYS = {CheckpointType.MODEL_ONLY: "model", CheckpointType.OPTIMIZER_ONLY: "optimizer"}
+_Found = TypeVar("_Found")
 
 
 class CheckpointManager:
@@ -185,7 +178,7 @@ class CheckpointManager:
         held = state.state_dict() if hasattr(state, "state_dict") and not isinstance(state, dict) else state
         if not isinstance(held, dict):
             raise ConfigError(f"state: expected a state dict, a Stateful or bytes, found a {type(state).__name__}")
-        key = _PART_KEYS.get(order.checkpoint_type)
+        key = order.checkpoint_type.key
         if key is not None and key not in held:
             raise ConfigError(f"state: a checkpoint of type {order.checkpoint_type} needs the key {key!r}")
         if RNG_KEY in held:
@@ -218,13 +211,15 @@ class CheckpointManager:
     ) -> Any:
         """Load a checkpoint, verified; every rank calls it.
 
-        With "latest", a checkpoint that turns out to be damaged is set aside, said so, and the one before is loaded;
-        nothing of it is removed.
+        A step of which only the model and the optimizer were saved is both of them, under the keys ``model`` and
+        ``optimizer``; the newest and the best are always whole checkpoints. With "latest", a checkpoint that turns out
+        to be damaged is set aside, said so, and the one before is loaded; nothing of it is removed.
 
         Args:
             which: A step, the newest, or the best by the policy's KeepBest.
-            state: Filled in place, as by ``dcp.load``; lists and dicts that have grown since are filled up. If not
-                given, a new state of plain tensors is returned, all of it on this rank.
+            state: Filled in place, as by ``dcp.load``; lists and dicts that are empty in it get all that was saved in
+                them, see `StrataReader`. If not given, a new state of plain tensors is returned, all of it on this
+                rank.
             rng: Whether the random number generators go on as they did then.
 
         Returns:
@@ -232,22 +227,26 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: If there is none.
-            CorruptionError: If the step that was asked for is damaged, or every one is; ObjectNotFoundError if a part
-                of it is not there.
-            LayoutMismatchError: If `state` does not fit.
+            CorruptionError: If the step that was asked for is damaged, or every one is.
+            ObjectNotFoundError: Likewise, if something of it is missing.
+            LayoutMismatchError: If `state` does not fit, or has keys that no part of the step was saved with.
         """
-        candidates = self._agree(lambda: self._candidates(which))
-        if not candidates:
-            raise CheckpointNotFoundError(f"no checkpoint to resume from at {self._root}")
-        for found in candidates:
+        tried: dict[str, Exception] = {}
+        while True:
+            # Listed again after each: another process may have saved, and removed what it does not keep.
+            candidates = self._agree(lambda: self._candidates(which))
+            found = next((found for found in candidates if found[0].id not in tried), None)
+            if found is None:
+                missing = CheckpointNotFoundError(f"no checkpoint to resume from at {self._root}")
+                raise next(reversed(tried.values()), missing)
             try:
                 return self._load(found, state, rng=rng)
-            except (CorruptionError, ObjectNotFoundError, CheckpointException) as error:
-                if which != "latest" or not _is_damage(error):
+            except (*DAMAGE, CheckpointNotFoundError) as error:
+                if which != "latest":
                     raise
-                self._set_aside(found, error)
-                failure = error
-        raise failure
+                if isinstance(error, DAMAGE):  # and not removed before it was opened, or on no disk of this rank
+                    self._set_aside(found[0], error)
+                tried[found[0].id] = error
 
     def latest(self) -> CheckpointMetadata | None:
         """The newest checkpoint to resume from. Looks at the store, on the rank that asks."""
@@ -298,14 +297,19 @@ class CheckpointManager:
     def rollback(self, step: int) -> list[str]:
         """Take the run back to `step`: later checkpoints are passed over, and go when the policy is applied next.
 
-        On one rank. Claims the run, as a save does. Returns the folders that are left behind.
+        Every rank calls it. Claims the run, as a save does. Returns the folders that are left behind.
 
         Raises:
             StaleGenerationError: If another process has claimed the run.
         """
-        self.wait()
-        self._claim()
-        return self._run.rollback(check_step(step))
+        with together(self._group, no_dist=self._alone):
+            self.wait()
+
+        def take_back() -> list[str]:
+            self._claim()
+            return self._run.rollback(check_step(step))
+
+        return self._agree(take_back)
 
     @contextmanager
     def hold(self, step: int, who: str) -> Iterator[None]:
@@ -342,9 +346,10 @@ class CheckpointManager:
         return self._run.plan()[0]
 
     def apply_retention(self) -> None:
-        """Apply the policy now, on one rank."""
-        self._claim()
-        retain(self._run, self._root, self._record)
+        """Apply the policy now. Every rank may call it: the first does it, which has the right to."""
+        if self._rank == 0:
+            self._claim()
+            retain(self._run, self._root, self._record)
 
     @property
     def last_durable_age(self) -> timedelta:
@@ -388,7 +393,7 @@ class CheckpointManager:
         """The right to commit and to remove: the one that this process's writers have too."""
         self._run.hold(generation_of(self._root, self._config))
 
-    def _agree(self, find: Callable[[], list[CheckpointMetadata]]) -> list[CheckpointMetadata]:
+    def _agree(self, find: Callable[[], list[_Found]]) -> list[_Found]:
         """What the first rank finds, or its error, on all of them."""
         if self._alone:
             return find()
@@ -401,23 +406,24 @@ class CheckpointManager:
         dist.broadcast_object_list(told, group=self._group, group_src=0)
         if isinstance(told[0], Exception):
             raise told[0]
-        found: list[CheckpointMetadata] = told[0]
+        found: list[_Found] = told[0]
         return found
 
-    def _candidates(self, which: int | str) -> list[CheckpointMetadata]:
+    def _candidates(self, which: int | str) -> list[list[CheckpointMetadata]]:
+        """Each a whole checkpoint, or the parts of a step."""
         if which == "latest":
-            return [found for found in reversed(self.all()) if found.checkpoint_type.is_whole]
+            return [[found] for found in reversed(self.all()) if found.checkpoint_type.is_whole]
         if which == "best":
             best = self.best()
-            return [] if best is None else [best]
+            return [] if best is None else [[best]]
         step = check_step(which)
         at = [found for found in self.all() if found.step == step]
         if not at:
             raise CheckpointNotFoundError(f"no checkpoint of step {step} at {self._root}")
-        return sorted(at, key=lambda found: not found.checkpoint_type.is_whole)[:1]
+        return [[found for found in at if found.checkpoint_type.is_whole] or at]
 
-    def _load(self, found: CheckpointMetadata, state: dict[str, Any] | None, *, rng: bool) -> Any:
-        return restore_state(
+    def _load(self, found: list[CheckpointMetadata], state: dict[str, Any] | None, *, rng: bool) -> Any:
+        return restore(
             found,
             self._run,
             state,
@@ -435,9 +441,14 @@ class CheckpointManager:
             type(error).__name__,
             error,
         )
-        if self._rank == 0:
-            folder = _native.run_folder(found.step, found.checkpoint_type.value)
-            self._run.quarantine(folder, found.id, f"{type(error).__name__}: {error}")
+        if self._rank != 0:
+            return
+        folder = _native.run_folder(found.step, found.checkpoint_type.value)
+        try:
+            if found in self.all():  # and was not removed while it was read
+                self._run.quarantine(folder, found.id, f"{type(error).__name__}: {error}")
+        except StrataError as failure:  # as where nothing may be written: it is passed over all the same
+            _logger.warning("%s: not marked as damaged: %s: %s", found.path, type(failure).__name__, failure)
 
 
 def _root(path: str | os.PathLike[str] | None, bucket: str | None, storage_type: str | None) -> str:
@@ -473,9 +484,3 @@ def _find_best(policy: Retention) -> KeepBest | None:
         return policy
     inner = policy.policies if isinstance(policy, KeepAny) else ()
     return next((best for best in map(_find_best, inner) if best is not None), None)
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Whether a checkpoint is not whole: bytes that are not as written, or an object that is not there."""
-    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return any(isinstance(cause, CorruptionError | ObjectNotFoundError) for cause in causes)

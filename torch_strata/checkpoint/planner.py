@@ -1,6 +1,7 @@
 """A load planner that compares the state with the checkpoint before any rank reads."""
 
 import io
+import reprlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ from torch_strata.checkpoint._reads import CompactReads, PlannedReads
 from torch_strata.checkpoint._shortcuts import is_bare
 from torch_strata.errors import LayoutMismatchError
 
-__all__ = ["StrataLoadPlanner"]
+__all__ = ["StrataLoadPlanner", "missing_list"]
 
 
 class StrataLoadPlanner(DefaultLoadPlanner):
@@ -65,8 +66,10 @@ class StrataLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Begin a load into `state_dict`."""
-        _init_state_dict(state_dict)
         flat, mappings = flatten_state_dict(state_dict) if self.flatten_state_dict else ({}, {})
+        if any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in flat.values()):
+            _init_state_dict(state_dict)
+            flat, mappings = flatten_state_dict(state_dict)
         if not self.flatten_state_dict or any(isinstance(value, ShardedTensor) for value in flat.values()):
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
@@ -88,6 +91,9 @@ class StrataLoadPlanner(DefaultLoadPlanner):
         for fqn, wanted in self.state_dict.items():
             if is_bare(wanted) and index.is_whole(fqn, wanted.dtype, wanted.shape):
                 whole.append((fqn, wanted.shape))
+            elif fqn in stored and index.is_list(fqn):
+                if not (isinstance(wanted, list) and not wanted) and not self.allow_partial_load:
+                    raise missing_list(fqn, wanted)
             elif fqn in stored:
                 self._compare(fqn, *index.described(fqn), wanted)
                 left.append(fqn)
@@ -130,6 +136,14 @@ class StrataLoadPlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[fqn], loaded)
         else:
             self.state_dict[fqn] = loaded
+
+
+def missing_list(fqn: str, wanted: Any) -> LayoutMismatchError:
+    """What to raise where only the entries of a list are stored, and the state holds something else than none."""
+    return LayoutMismatchError(
+        f"Missing key in checkpoint state_dict: {fqn}. Stored are the entries of a list of that name, which only an "
+        f"empty list takes up; the state holds {reprlib.repr(wanted)}"
+    )
 
 
 def _read_items(fqn: str, index: StoredIndex, wanted: Any) -> list[ReadItem]:

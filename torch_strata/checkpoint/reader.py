@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import Exchange, Group, group_fault, world_size
+from torch_strata.checkpoint._grown import Grown, with_grown
 from torch_strata.checkpoint._load import LoadSettings, ReadStats, load_plan
 from torch_strata.checkpoint._metadata import read_metadata
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
@@ -126,6 +127,13 @@ class StrataReader(StorageReader):
 
     Pass it to ``dcp.load(state, storage_reader=...)`` on every rank.
 
+    An empty dict or list in the state gets all entries that are stored below its name, where a dict or list was saved:
+    what a fresh job has not collected yet comes back. A dict is filled in place, and so is a list with
+    StrataLoadPlanner; DCP's own planner replaces lists. Tensors among the entries are new, on the CPU and whole, also
+    those that ranks share. DCP keeps no keys but text: other keys come back as text, except those of an optimizer's
+    ``state``. What is not wanted is to be left out of the state. Planners that override how a state is planned are
+    told of such a list that it is not stored, and empty dicts stay empty.
+
     Raises:
         ConfigError: If the place or a setting cannot be used.
     """
@@ -165,13 +173,14 @@ class StrataReader(StorageReader):
     def _begin_anew(self) -> None:
         self._load_id = uuid.uuid4().hex
         self._opened: Opened | None = None
+        self._metadata_read: Metadata | None = None
         self._reads: Opened | None = None  # while it loads, for whoever looks how far that has come
         self._rank: int | None = None
         self._stats: ReadStats | None = None
         self._met_before: StoreStats | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        unopened = {"_opened": None, "_reads": None, "_opened_store": None, "_met_before": None}
+        unopened = {"_opened": None, "_metadata_read": None, "_reads": None, "_opened_store": None, "_met_before": None}
         return {**self.__dict__, **unopened, "_group": None, "_lease": None}
 
     @property
@@ -211,11 +220,12 @@ class StrataReader(StorageReader):
             CheckpointNotFoundError: If only ranks on their own have saved here; DCP then asks again with ``rank=``.
         """
         rank = kwargs.get("rank")
-        self._opened = None
+        self._opened = self._metadata_read = None
         try:
             self._met_before = StoreStats.of(self._store())
             self._opened = self._open(rank)
-            return self._metadata(self._opened, rank)
+            self._metadata_read = self._metadata(self._opened, rank)
+            return self._metadata_read
         except CheckpointNotFoundError as error:
             self._release()
             if rank is None and self._has_rank_index():
@@ -287,7 +297,7 @@ class StrataReader(StorageReader):
                 else:
                     stats = self._read_alone(plan, planner)
         finally:
-            self._reads = None
+            self._reads = self._metadata_read = None
             self._release()
         self._stats = replace(stats, seconds=time.monotonic() - started, store=met())
         self._met_before = None
@@ -300,23 +310,35 @@ class StrataReader(StorageReader):
         round_bytes = self._config.max_in_flight_bytes // 4
         with Exchange(group, where=os.fspath(self._place), round_bytes=round_bytes) as exchange:
             opened = self._reads = self._opened or self._open(None)
-            return load_plan(opened, plan, planner, self._settings, exchange)
+            plan, grown = self._with_grown(plan, planner)
+            stats = load_plan(opened, plan, planner, self._settings, exchange, beyond=grown.values)
+        grown.fill()
+        return stats
 
     def _read_alone(self, plan: LoadPlan, planner: LoadPlanner) -> ReadStats:
         opened = self._reads = self._opened or self._open(self._rank)
+        plan, grown = self._with_grown(plan, planner)
         try:
-            return self._load(opened, plan, planner)
+            return self._load(opened, plan, planner, grown)
         except ObjectNotFoundError:
             # A save that ended meanwhile may have removed what it superseded: read the new state, once.
             self._opened = self._reads = self._open(self._rank)
-            if self._opened.same_as(opened) or plan.storage_data != 1:
-                raise  # other ranks may already have read the old state
-            return self._load(self._opened, plan, planner)
+            if self._opened.same_as(opened) or plan.storage_data != 1 or grown:
+                raise  # other ranks may already have read the old state, and what has grown may have grown on
+            return self._load(self._opened, plan, planner, grown)
 
-    def _load(self, opened: Opened, plan: LoadPlan, planner: LoadPlanner) -> ReadStats:
+    def _load(self, opened: Opened, plan: LoadPlan, planner: LoadPlanner, grown: Grown) -> ReadStats:
         if self._rank is not None:
             check_coverage(opened, plan, planner)
-        return load_plan(opened, plan, planner, self._settings)
+        stats = load_plan(opened, plan, planner, self._settings, beyond=grown.values)
+        grown.fill()
+        return stats
+
+    def _with_grown(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[LoadPlan, Grown]:
+        known = self._metadata_read
+        if known is None:
+            return plan, Grown()
+        return with_grown(plan, planner, known.state_dict_metadata, known.planner_data)
 
     def _check_ranks(self, opened: Opened) -> None:
         saved, loading = opened.native.world_size, world_size()

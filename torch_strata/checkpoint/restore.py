@@ -1,32 +1,77 @@
 """Loading one checkpoint of a run: its bytes, a state into place, or all of a state anew."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_strata import _native
+from torch_strata.checkpoint._board import travelling
+from torch_strata.checkpoint._grown import empty_containers, nested, number_params, slot_for
 from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._rng import RNG_KEY, restore_rng
+from torch_strata.checkpoint._stored_lists import entry_paths
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.checkpoint.reader import StrataReader
-from torch_strata.checkpoint.run import CheckpointMetadata
+from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType
 from torch_strata.config import StorageConfig
+from torch_strata.errors import CorruptionError, LayoutMismatchError, ObjectNotFoundError
 
-__all__ = ["restore_state"]
+__all__ = ["DAMAGE", "restore", "together"]
 
 _logger = logging.getLogger(__name__)
+
+# What a checkpoint before may be free of.
+DAMAGE = (CorruptionError, ObjectNotFoundError)
 
 # As strata-checkpoint's BYTES_KEY, the one key of a checkpoint of bytes.
 _BYTES = "bytes"
 
 
-def restore_state(
+def restore(
+    found: Sequence[CheckpointMetadata], run: _native.Run, state: dict[str, Any] | None, **settings: Any
+) -> Any:
+    """Load a whole checkpoint, or all parts that there are of a step, as `_restore_one` does.
+
+    Args:
+        found: The one, or the parts.
+        run: The run that they are of.
+        state: As `_restore_one`.
+        settings: As `_restore_one`.
+
+    Raises:
+        LayoutMismatchError: If `state` has keys that no part was saved with; nothing has been changed then.
+    """
+    parts = {kind.key: part for part in found if (kind := part.checkpoint_type).key is not None}
+    if parts and state is not None and not parts.keys() >= state.keys():
+        raise LayoutMismatchError(_words(found, [key for key in state if key not in parts]))
+    if len(found) == 1:
+        return _restore_one(found[0], run, state, **settings)
+    loaded = {}
+    for key, part in parts.items():
+        if state is None or key in state:
+            one = _restore_one(part, run, None if state is None else {key: state[key]}, **settings)
+            loaded[key] = one[key] if isinstance(one, dict) else one
+    if state is None:
+        return loaded
+    state.update(loaded)
+    return state
+
+
+def _words(found: Sequence[CheckpointMetadata], missing: Sequence[str]) -> str:
+    step = found[0].step
+    folders = {kind.key: _native.run_folder(step, kind.value) for kind in CheckpointType if kind.key is not None}
+    why = [f"{key!r}: {folders[key]} is not saved" if key in folders else f"{key!r}: is in no part" for key in missing]
+    there = " and ".join(part.path for part in found)
+    return f"of step {step} only {there} is saved, not all that the state has: {'; '.join(why)}"
+
+
+def _restore_one(
     found: CheckpointMetadata,
     run: _native.Run,
     state: dict[str, Any] | None,
@@ -51,44 +96,85 @@ def restore_state(
 
     Returns:
         The bytes if bytes were saved; else the state.
+
+    Raises:
+        StrataError: What a rank has failed at, on all of them. `state` may hold some of what was loaded then; lists and
+            dicts that were empty are empty.
     """
-    reader = StrataReader(found.path, config=config, trusted_classes=trusted_classes)
-    metadata = reader.read_metadata()
-    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
-    if set(metadata.state_dict_metadata) == {_BYTES} and not paths:
-        return run.load_bytes(found.step, found.checkpoint_type.value)
+    alone = no_dist or state is None
     rank = str(0 if no_dist else dist.get_rank(process_group))
-    wanted = {} if state is None else dict(state)
-    if state is None:
-        _add_slots(
-            wanted, metadata, [fqn for fqn in metadata.state_dict_metadata if paths.get(fqn, ("",))[0] != RNG_KEY]
-        )
-    if rng:
-        _add_slots(wanted, metadata, [fqn for fqn, path in paths.items() if path[:2] == (RNG_KEY, rank)])
-    dcp.load(
-        wanted,
-        storage_reader=reader,
-        planner=StrataLoadPlanner(trusted_classes=trusted_classes),
-        process_group=None if no_dist else process_group,
-        no_dist=no_dist or state is None,
-    )
-    generators = wanted.pop(RNG_KEY, {}).get(rank)
-    if generators is not None:
-        restore_rng(generators)
-    elif rng and found.checkpoint_type.is_whole:
+    with together(process_group, no_dist=no_dist):
+        reader = StrataReader(found.path, config=config, trusted_classes=trusted_classes)
+        metadata = reader.read_metadata()
+        paths = entry_paths(metadata.planner_data)
+        is_bytes = set(metadata.state_dict_metadata) == {_BYTES} and not paths
+        fqns = [fqn for fqn in metadata.state_dict_metadata if paths.get(fqn, ("",))[0] != RNG_KEY]
+        generators = [fqn for fqn, path in paths.items() if rng and path[:2] == (RNG_KEY, rank)]
+        wanted = dict(state) if state is not None else {} if is_bytes else _slots(metadata, fqns)
+        wanted |= _slots(metadata, generators)
+    empty = [held for _, held, _ in empty_containers(wanted)]
+    try:
+        with together(process_group, no_dist=no_dist):
+            if is_bytes:
+                return run.load_bytes(found.step, found.checkpoint_type.value)
+            dcp.load(
+                wanted,
+                storage_reader=reader,
+                planner=StrataLoadPlanner(trusted_classes=trusted_classes),
+                process_group=None if alone else process_group,
+                no_dist=alone,
+            )
+            if generators:
+                restore_rng(wanted.pop(RNG_KEY)[rank])
+    except BaseException:
+        # This rank may have filled what another could not: the next attempt is to find it as it was.
+        for held in empty:
+            held.clear()
+        raise
+    if rng and not generators and found.checkpoint_type.is_whole:
         _logger.warning("%s: rank %s saved no random number generators; those here go on as they are", found.path, rank)
     if state is None:
+        number_params(wanted)
         return wanted
     state.update(wanted)
     return state
 
 
-def _add_slots(state: dict[str, Any], metadata: Metadata, fqns: Sequence[str]) -> None:
-    """Add to `state` what the stored keys `fqns` can be loaded into, at their paths."""
-    paths = metadata.planner_data or {}
-    for fqn in fqns:
-        stored = metadata.state_dict_metadata[fqn]
-        slot = None
-        if isinstance(stored, TensorStorageMetadata):
-            slot = torch.empty(stored.size, dtype=stored.properties.dtype)
-        set_element(state, paths.get(fqn, (fqn,)), slot)
+@contextmanager
+def together(group: dist.ProcessGroup | None, *, no_dist: bool) -> Iterator[None]:
+    """What is done within fails on every rank if it fails on one, with what the first such rank has failed at.
+
+    So that all go on to the same checkpoint. An error that DCP has gathered is told as its cause.
+    """
+    mine = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        mine = error
+    failures = [mine and _cause_of(mine)]
+    if not no_dist:
+        failures *= dist.get_world_size(group)
+        dist.all_gather_object(failures, failures[0] and travelling(failures[0]), group=group)
+    first = next((failure for failure in failures if failure is not None), None)
+    if first is None:
+        return
+    if first is mine:
+        raise mine
+    raise first from mine
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """Of what several ranks failed at, damage comes first."""
+    if not isinstance(error, CheckpointException):
+        return error
+    causes = [cause for cause, _ in error.failures.values()]
+    return next((cause for cause in causes if isinstance(cause, DAMAGE)), causes[0])
+
+
+def _slots(metadata: Metadata, fqns: Iterable[str]) -> dict[str, Any]:
+    """What the stored keys `fqns` can be loaded into, at their paths."""
+    paths = entry_paths(metadata.planner_data)
+    slots: dict[str, Any] = nested(
+        (paths.get(fqn, (fqn,)), slot_for(fqn, metadata.state_dict_metadata[fqn])) for fqn in fqns
+    )
+    return slots

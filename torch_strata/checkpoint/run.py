@@ -35,6 +35,11 @@ class CheckpointType(StrEnum):
         """Whether training can resume from it."""
         return self in (CheckpointType.FULL, CheckpointType.INCREMENTAL)
 
+    @property
+    def key(self) -> str | None:
+        """The one key of a state that it holds; None if it is whole."""
+        return {CheckpointType.MODEL_ONLY: "model", CheckpointType.OPTIMIZER_ONLY: "optimizer"}.get(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
