@@ -29,6 +29,7 @@ from torch_strata.checkpoint.handle import SaveHandle
 from torch_strata.checkpoint.restore import restore_state
 from torch_strata.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepLast, Retention
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
+from torch_strata.checkpoint.save_planner import StrataSavePlanner
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.verify import VerifyReport, verify
 from torch_strata.config import StorageConfig
@@ -178,6 +179,8 @@ class CheckpointManager:
         return async_save(
             whole,
             storage_writer=RunWriter(self._root, self._run, order, config=self._config, overwrite=True),
+            # A file of safetensors holds tensors whole.
+            planner=StrataSavePlanner(whole_chunks=order.checkpoint_type is CheckpointType.MODEL_ONLY),
             process_group=self._group,
             no_dist=self._no_dist,
             timeout=self._timeout,

@@ -17,8 +17,9 @@ use crate::manifest::{DecodeError, Manifest, ManifestName, decode, encode_with};
 use crate::open::{metadata_name, or_empty};
 use crate::record::Records;
 use crate::run::{RunInfo, model_hash};
+use crate::servable::INDEX_NAME;
 use crate::stock_pickle::{StockParts, stock_pickle};
-use crate::{Error, Result};
+use crate::{Error, Result, servable};
 
 /// What is to be committed.
 #[derive(Debug)]
@@ -86,17 +87,18 @@ pub async fn commit(store: &dyn Store, base: &Base, mut commit: Commit<'_>) -> R
             let metadata = metadata_name(commit.rank);
             let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
             let index = commit.stock.as_ref().map(|stock| Bytes::from(stock_pickle(&manifest, stock)));
-            match put_metadata(store, &metadata, index).await {
-                Ok(()) => match collect(store, commit.run_root, &manifest, &before).await {
+            if let Err(error) = put_metadata(store, &metadata, index).await {
+                if !is_named {
+                    return Err(error.into());
+                }
+                stats.warnings.push(outdated(&metadata, &error, "stock readers"));
+            } else if let Err(error) = put_index(store, &manifest).await {
+                stats.warnings.push(outdated(INDEX_NAME, &error, "readers of safetensors"));
+            } else {
+                match collect(store, commit.run_root, &manifest, &before).await {
                     Ok(collected) => stats.collected = collected,
                     Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
-                },
-                // The old `.metadata` still names the old objects: nothing is collected.
-                Err(error) if is_named => stats.warnings.push(format!(
-                    "{metadata} could not be written: {error}; the checkpoint is committed, but stock readers see the \
-                     one before it until the next save here"
-                )),
-                Err(error) => return Err(error.into()),
+                }
             }
             Ok(stats)
         }
@@ -119,6 +121,22 @@ async fn put_metadata(store: &dyn Store, name: &str, content: Option<Bytes>) -> 
         Some(content) => store.put(name, content, PutMode::Overwrite).await,
         None => store.delete(name).await,
     }
+}
+
+/// Writes what others find safetensors by. That of an earlier save goes with its files, see [`collect`].
+async fn put_index(store: &dyn Store, manifest: &Manifest) -> strata_io::Result<()> {
+    match servable::index(manifest) {
+        Some(index) => store.put(INDEX_NAME, Bytes::from(index), PutMode::Overwrite).await,
+        None => Ok(()),
+    }
+}
+
+/// The old index still names the old objects: nothing is collected.
+fn outdated(name: &str, error: &IoError, readers: &str) -> String {
+    format!(
+        "{name} could not be written: {error}; the checkpoint is committed, but {readers} see the one before it until \
+         the next save here"
+    )
 }
 
 /// Whether the manifest may have been published.

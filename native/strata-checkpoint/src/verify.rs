@@ -10,12 +10,13 @@ use strata_io::digest::{crc32, crc32_combine, xxh3};
 use strata_io::{Error as IoError, Store};
 
 use crate::container::{Frame, Placement, TensorSpec};
-use crate::item::{Item, Kind, num_blocks};
-use crate::layout;
+use crate::item::{Item, Kind, Object, num_blocks};
 use crate::load::{ReadStats, object_path, verify_block};
+use crate::names::is_our_safetensors;
 use crate::open::{Checkpoint, Source};
 use crate::plan::{REQUEST_BYTES, block_range};
 use crate::siblings::{Siblings, explained};
+use crate::{layout, servable};
 
 /// Ranges read at a time, of at most [`REQUEST_BYTES`] each.
 const READS_AHEAD: usize = 4;
@@ -83,6 +84,7 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, F
         check_whole(checkpoint, item, found, &mut stats, &mut findings);
     }
     findings.problems.extend(all.iter().filter_map(inline_problem));
+    check_heads(store, checkpoint, &all, &sizes, &mut stats, &mut findings).await;
     (stats, findings)
 }
 
@@ -176,11 +178,42 @@ async fn check_piece<'a>(
         }
         let head = (payload.start == 0).then(|| bytes.slice(..at));
         let tail = is_last.then(|| bytes.slice(at + body.len()..));
-        piece
-            .problems
-            .extend(frame_problem(item, head, tail).map(|what| format!("{:?} in {}: {what}", item.name(), object())));
+        let is_framed = item.kind == Kind::Tensor && !is_our_safetensors(&stored.name);
+        let problem = if is_framed { frame_problem(item, head, tail) } else { None };
+        piece.problems.extend(problem.map(|what| format!("{:?} in {}: {what}", item.name(), object())));
     }
     piece
+}
+
+/// Makes the head of each file of safetensors anew and compares it: our digests do not cover it.
+async fn check_heads(
+    store: &dyn Store,
+    checkpoint: &Checkpoint,
+    items: &[Item],
+    sizes: &[u64],
+    stats: &mut ReadStats,
+    findings: &mut Findings,
+) {
+    let is_file = |object: &Object| object.reference.is_none() && is_our_safetensors(&object.name);
+    let objects = checkpoint.manifest.objects.iter().enumerate().filter(|(_, object)| is_file(object));
+    for (number, object) in objects.filter(|_| checkpoint.source == Source::Strata) {
+        let path = object_path(store.url(), checkpoint, number as u32);
+        let inside = items.iter().filter(|item| item.object as usize == number && item.kind == Kind::Tensor);
+        let Some(head) = servable::head_of(inside) else {
+            findings.problems.push(format!("{path}: no head of safetensors can say what is in it"));
+            continue;
+        };
+        if sizes[number] < head.len() as u64 {
+            continue; // it has been named
+        }
+        match store.read(&object.name, Some(0..head.len() as u64)).await {
+            Ok(found) if found == head => {}
+            Ok(_) => findings.problems.push(format!("{path}: its head, which readers of safetensors need, is damaged")),
+            Err(error) => findings.add(&error, error.to_string()),
+        }
+        stats.requests += 1;
+        stats.bytes_read += head.len() as u64;
+    }
 }
 
 /// Compares the CRC that was `found` of a payload without digests with that of its archive, where it has one.
@@ -198,9 +231,6 @@ fn check_whole(checkpoint: &Checkpoint, item: &Item, found: u32, stats: &mut Rea
 
 /// What stock torch reads around a payload is made anew and compared: our digests do not cover it.
 fn frame_problem(item: &Item, head: Option<Bytes>, tail: Option<Bytes>) -> Option<&'static str> {
-    if item.kind != Kind::Tensor {
-        return None;
-    }
     let spec = TensorSpec {
         dtype: &item.dtype,
         shape: &item.shape,

@@ -7,7 +7,9 @@ use strata_io::{Error as IoError, Store};
 
 use super::{CheckpointMetadata, CheckpointType, Part, parse_folder};
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode_head, head_bytes};
+use crate::names::is_our_safetensors;
 use crate::open::or_empty;
+use crate::servable::INDEX_NAME;
 use crate::{Error, Result};
 
 /// Read at once of a manifest; most heads are shorter.
@@ -190,7 +192,11 @@ async fn uncommitted(run_root: &dyn Store, folder: &str) -> Result<Option<State>
     let names: Vec<String> =
         or_empty(run_root.list(&format!("{folder}/")).await)?.into_iter().map(|o| o.name).collect();
     let ranks = or_empty(run_root.list(&format!("{folder}/{RANKS_FOLDER}")).await)?;
-    if !ranks.is_empty() || names.iter().any(|name| name.ends_with("/.metadata") || name.ends_with(".safetensors")) {
+    let inside = |name: &String| name.rsplit_once('/').map_or(name.clone(), |(_, inside)| inside.to_owned());
+    let is_foreign = |name: String| {
+        name == ".metadata" || name == INDEX_NAME || (name.ends_with(".safetensors") && !is_our_safetensors(&name))
+    };
+    if !ranks.is_empty() || names.iter().map(inside).any(is_foreign) {
         return Ok(Some(State::Foreign));
     }
     Ok(parse_folder(folder).map(|_| State::Uncommitted))
