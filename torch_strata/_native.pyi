@@ -33,14 +33,17 @@ __all__ = [
     "claim_generation",
     "commit",
     "is_inside",
+    "is_our_data_object",
     "memory_file",
     "open_base",
     "populate",
     "record_objects",
     "release_ended",
+    "rewrite_safetensors",
     "run_folder",
     "start_copy",
     "write_items",
+    "write_safetensors",
 ]
 
 __version__: str
@@ -190,6 +193,37 @@ def write_items(
         StorageError: If the store failed.
     """
 
+def write_safetensors(
+    store: Store,
+    items: Sequence[tuple[bytes, int, int, int, Any]],
+    templates: Sequence[tuple[tuple[int, ...] | None, int, int, int, str, tuple[int, ...], tuple[int, ...]]],
+    *,
+    rank: int,
+    save_id: str,
+    transfer: Transfer,
+) -> bytes:
+    """As `write_items`, but tensors go to files of safetensors `model-{rank}-{k}.{save_id}.safetensors`.
+
+    Tensors are whole and row-major; in the files their names lack the ``model.`` in front. Two names of one memory are
+    written twice. What is no tensor goes to an object as `write_items` makes them.
+
+    Raises:
+        CheckpointError: If the format cannot hold a tensor, before anything is written; as `write_items`.
+        StorageError: If the store failed.
+    """
+
+def rewrite_safetensors(source: Checkpoint, store: Store, *, save_id: str, transfer: Transfer) -> bytes:
+    """Write everything that a checkpoint of ours holds as `write_safetensors` does, each tensor whole.
+
+    Of each tensor 64 MiB are in memory. The source has been found to hold each element once. Returns the record of
+    rank 0.
+
+    Raises:
+        CheckpointError: If the format cannot hold a tensor, before anything is written.
+        CorruptionError: If what is read is damaged.
+        StorageError: If a store failed.
+    """
+
 def record_objects(record: bytes) -> list[tuple[str, int]]:
     """`(name, bytes)` of every object that a rank wrote."""
 
@@ -222,9 +256,10 @@ def commit(
     run_root: Store | None,
     run: RunInfo | None,
 ) -> CommitStats:
-    """Check every object from here, publish the manifest, then `.metadata`, then collect what is superseded.
+    """Check every object from here, publish the manifest, then what others read by, then collect what is superseded.
 
-    A failure after the manifest is a warning, except over a foreign `.metadata` without a save_id.
+    Others read by `.metadata`, and by the index of safetensors where there are such files. A failure after the manifest
+    is a warning, except over a foreign `.metadata` without a save_id.
 
     `records`: emptied once they have been read. `planner_data`: opaque to Rust (first byte says the encoding).
     `stock`: None if stock cannot read what is saved. `previous_save_id`: of the `.metadata` that is there now, "" if
@@ -236,6 +271,9 @@ def commit(
         PreconditionError: If somebody else committed here meanwhile.
         StaleGenerationError: If a newer run has claimed the run root.
     """
+
+def is_our_data_object(name: str) -> bool:
+    """Whether a name is one that saves give to data; nothing tells by it whether the save was committed."""
 
 def is_inside(path: str) -> bool:
     """Whether a path leads to an object inside the checkpoint: relative, no ``..``, no drive, no scheme."""
@@ -326,6 +364,12 @@ class Checkpoint:
         """Bytes that all reads so far have brought, and bytes that they were to bring."""
     @property
     def save_id(self) -> str: ...
+    @property
+    def has_safetensors(self) -> bool:
+        """Whether any of it is in files of safetensors that a save of ours wrote."""
+    @property
+    def safetensors_index(self) -> bytes | None:
+        """What the index of those files must be, byte for byte; None if there are none."""
     @property
     def previous_save_id(self) -> str:
         """Of the `.metadata` that the manifest's own replaces; "" if there was none."""

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch_strata import _native
 from torch_strata.checkpoint._columns import SHARD, TENSOR, Columns
 from torch_strata.checkpoint._metadata import dtype_name, encode_fqn
+from torch_strata.checkpoint._safetensors import why_not_safetensors
 from torch_strata.checkpoint._shortcuts import is_bare, keeps_methods
 from torch_strata.checkpoint._tensors import (
     HOST,
@@ -38,9 +39,14 @@ _Template = tuple[tuple[int, ...] | None, int, int, int, str, tuple[int, ...], t
 
 
 class NativeItems:
-    """Items as `_native.write_items` takes them: an address where memory can be lent, bytes where not."""
+    """Items as `_native.write_items` takes them: an address where memory can be lent, bytes where not.
 
-    def __init__(self) -> None:
+    Args:
+        for_safetensors: Whether they have to be what safetensors can hold, row-major.
+    """
+
+    def __init__(self, *, for_safetensors: bool = False) -> None:
+        self._for_safetensors = for_safetensors
         self._items: list[tuple[bytes, int, int, int, Any]] = []  # fqn, index, template, address, keeper
         self._templates: list[_Template] = []
         self._numbers: dict[_Template, int] = {}
@@ -70,6 +76,8 @@ class NativeItems:
             except Exception as error:
                 fqn = item.index.fqn
                 raise CheckpointError(f"cannot store {fqn!r}: {type(error).__name__}: {error}") from error
+        if self._for_safetensors:
+            self._check_safetensors()
         wait_for_kernels(device for _, _, device, *_ in self._templates)
 
     def write(
@@ -86,6 +94,17 @@ class NativeItems:
             store, self._items, self._templates, rank=rank, save_id=save_id, parent=parent, transfer=transfer
         )
 
+    def write_safetensors(self, store: _native.Store, *, rank: int, save_id: str, transfer: _native.Transfer) -> bytes:
+        """Write them to files of safetensors; the rank's record. Blocks with the GIL released."""
+        return _native.write_safetensors(
+            store, self._items, self._templates, rank=rank, save_id=save_id, transfer=transfer
+        )
+
+    def value_names(self) -> list[str]:
+        """Keys of those that are no tensors."""
+        kinds = [kind for _, kind, *_ in self._templates]
+        return [_text(fqn) for fqn, _, number, *_ in self._items if kinds[number] == _native.BYTES]
+
     def addresses(self) -> Iterator[int]:
         """Where those lie that are on the host."""
         return (address for _, _, number, address, _ in self._items if self._templates[number][2] == HOST)
@@ -93,6 +112,16 @@ class NativeItems:
     def clear(self) -> None:
         """Let go of the values."""
         self._items.clear()
+
+    def _check_safetensors(self) -> None:
+        for fqn, _, number, *_ in self._items:
+            _, kind, _, _, dtype, shape, _ = self._templates[number]
+            if kind == _native.BYTES:
+                continue
+            name = _text(fqn)
+            why = "a tensor subclass" if kind == _native.TORCH_SAVE else why_not_safetensors(name, dtype, shape)
+            if why is not None:
+                raise CheckpointError(f"cannot store {name!r}: safetensors cannot hold {why}")
 
     def _add_planned(self, columns: Columns, state: Mapping[str, Any]) -> list[WriteItem]:
         """Add the whole tensors among the items of a plan of ours, without an object for each; the other items."""
@@ -165,7 +194,7 @@ class NativeItems:
             dtype, strides = dtype_name(tensor.dtype), contiguous_strides(shape)
             self._add(item, (offsets, _native.TORCH_SAVE, HOST, 0, dtype, shape, strides), 0, _framed(tensor))
             return
-        lent = _lendable(tensor)
+        lent = _lendable(tensor, row_major=self._for_safetensors)
         strides = contiguous_strides(shape) if lent.is_contiguous() or not lent.numel() else tuple(lent.stride())
         address = lent.data_ptr() if lent.numel() else 0
         device = device_number(lent) if address else HOST
@@ -217,13 +246,18 @@ def _holds_storage(fqn: str, tensor: torch.Tensor) -> bool:
     return False
 
 
-def _lendable(tensor: torch.Tensor) -> torch.Tensor:
+def _lendable(tensor: torch.Tensor, *, row_major: bool) -> torch.Tensor:
     """The tensor itself where its memory can be written as it lies, else a dense copy on the CPU."""
-    dense = tensor.is_contiguous() or is_dense(tuple(tensor.shape), tuple(tensor.stride()))
+    dense = tensor.is_contiguous() or (not row_major and is_dense(tuple(tensor.shape), tuple(tensor.stride())))
     if dense and is_reachable(tensor) and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     tensor = tensor.cpu().resolve_conj().resolve_neg()
-    return tensor if is_dense(tuple(tensor.shape), tuple(tensor.stride())) else tensor.contiguous()
+    dense = not row_major and is_dense(tuple(tensor.shape), tuple(tensor.stride()))
+    return tensor if dense else tensor.contiguous()
+
+
+def _text(fqn: bytes) -> str:
+    return fqn.decode("utf-8", "surrogatepass")
 
 
 def _framed(tensor: torch.Tensor) -> memoryview:

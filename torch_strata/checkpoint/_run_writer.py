@@ -1,19 +1,28 @@
 """The StrataWriter of a CheckpointManager: knows its run, may refer to an earlier checkpoint, retains afterwards."""
 
 import logging
+import os
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_strata import _native
 from torch_strata.checkpoint._assignment import Assignment
+from torch_strata.checkpoint._content import content_of
+from torch_strata.checkpoint._items import NativeItems
+from torch_strata.checkpoint._opened import open_checkpoint
 from torch_strata.checkpoint._order import SaveOrder
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.alarms import in_words
+from torch_strata.checkpoint.copying import Destination, commit_content
+from torch_strata.checkpoint.planning import PackedItems
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.checkpoint.run_record import RunRecord
 from torch_strata.checkpoint.writer import StrataWriter
@@ -21,7 +30,7 @@ from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, StrataError
 
 if TYPE_CHECKING:
-    from torch_strata._types import RunInfo
+    from torch_strata._types import RunInfo, StockParts
 
 __all__ = ["OnTorn", "RunWriter", "retain"]
 
@@ -35,6 +44,7 @@ class _Told(NamedTuple):
 
     rank: int
     parent: str | None
+    is_whole: bool
 
 
 class RunWriter(StrataWriter):
@@ -54,6 +64,7 @@ class RunWriter(StrataWriter):
         self._root, self._run, self._order = root, run, order
         self._record, self._on_torn = record, on_torn
         self._parent: str | None = None
+        self._rewrites = False
         super().__init__(f"{root.rstrip('/')}/{order.folder}", config=config, run_root=root, **settings)
 
     def copy_state(self, state_dict: dict[str, Any], *, last: Assignment | None = None) -> StagedState | StagedFuture:
@@ -91,14 +102,31 @@ class RunWriter(StrataWriter):
         return prepared
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As the writer's own; tells each rank what it may refer to."""
+        """As the writer's own; tells each rank what it may refer to, and whether all tensors are whole."""
+        is_whole = all(_are_whole(plan.items) for plan in plans)
+        self._rewrites = self._makes_safetensors and not is_whole
         told = super().prepare_global_plan(plans)
-        return [replace(plan, storage_data=_Told(plan.storage_data, self._parent)) for plan in told]
+        return [replace(plan, storage_data=_Told(plan.storage_data, self._parent, is_whole)) for plan in told]
 
-    def _told(self, plan: SavePlan) -> tuple[int, _native.Parent | None]:
+    @property
+    def _makes_safetensors(self) -> bool:
+        return self._order.checkpoint_type is CheckpointType.MODEL_ONLY
+
+    def _told_rank(self, plan: SavePlan) -> int:
         told: _Told = plan.storage_data
-        parent = None if told.parent is None else self._open_parent(told.parent)
-        return told.rank, parent
+        return told.rank
+
+    def _write(self, items: NativeItems, plan: SavePlan, rank: int) -> bytes:
+        told: _Told = plan.storage_data
+        store, save_id, transfer = self._store(), self.save_id, self.transfer
+        if not self._makes_safetensors:
+            parent = None if told.parent is None else self._open_parent(told.parent)
+            return items.write(store, rank=rank, save_id=save_id, parent=parent, transfer=transfer)
+        if names := items.value_names():
+            _logger.info("%s: no tensors, and not in safetensors: %s", self.checkpoint_id, ", ".join(names))
+        if told.is_whole:
+            return items.write_safetensors(store, rank=rank, save_id=save_id, transfer=transfer)
+        return items.write(store, rank=rank, save_id=save_id, parent=None, transfer=transfer)
 
     def _open_parent(self, folder: str) -> _native.Parent | None:
         place = f"{self._root.rstrip('/')}/{folder}"
@@ -111,12 +139,54 @@ class RunWriter(StrataWriter):
     def _run_info(self) -> "RunInfo":
         return self._order.as_native()
 
+    def _stock_parts(self, planner_data: Any, save_id: str) -> "StockParts | None":
+        # Stock cannot read safetensors by a `.metadata`.
+        return None if self._makes_safetensors else super()._stock_parts(planner_data, save_id)
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """As the writer's own; then what the policy does not keep goes. A failure at that is only logged."""
+        """As the writer's own; then what the policy does not keep goes. A failure at that is only logged.
+
+        Of a model in shards whole tensors are made first, and committed over it.
+
+        Raises:
+            StrataError: As the writer's own. If shards could not be made whole, they are committed all the same.
+        """
         super().finish(metadata, results)
+        if self._rewrites:
+            self._rewrite()
         assert self._stats is not None  # the writer's own has set it
         self._record.note_commit(self._order, self._stats.model_hash)
         retain(self._run, self._root, self._record)
+
+    def _rewrite(self) -> None:
+        """Commit what has just been committed, in files of safetensors."""
+        started = time.monotonic()
+        to = Destination(
+            place=os.fspath(self.checkpoint_id),
+            config=self._config,
+            overwrite=True,
+            run_info=self._run_info(),
+            run_root=self._run_root_store(),
+            generation=self._generation(),
+            as_safetensors=True,
+        )
+        try:
+            opened = open_checkpoint(self._store(), self.checkpoint_id, rank=None)
+            save_id, done = commit_content(content_of(opened), to)
+        except StrataError as error:
+            error.add_note(f"{self.checkpoint_id}: the model is committed, in shards that only DCP reads")
+            raise
+        self._note(done, time.monotonic() - started)
+        assert self._stats is not None  # `_note` has set it
+        self._stats = replace(self._stats, save_id=save_id)
+
+
+def _are_whole(items: Sequence[WriteItem]) -> bool:
+    """Whether each tensor that is written is written whole."""
+    if isinstance(items, PackedItems):
+        return np.array_equal(items.columns.lengths, items.columns.shared.sizes)
+    chunks = (item.tensor_data for item in items if item.tensor_data is not None)
+    return all(data.chunk.sizes == data.size for data in chunks)
 
 
 def retain(run: _native.Run, root: str, record: RunRecord) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch_strata import _native
+from torch_strata.checkpoint._dtypes import dtype_named
 from torch_strata.checkpoint._unpickle import check_object_path
 from torch_strata.errors import CheckpointError, CorruptionError, ManifestError, ObjectNotFoundError
 
@@ -29,6 +30,7 @@ __all__ = [
     "parse_header",
     "parse_index",
     "unread_files",
+    "why_not_safetensors",
 ]
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -99,7 +101,8 @@ class PlainTensor:
 def open_safetensors(store: _native.Store, where: str) -> "tuple[_native.Checkpoint, list[TensorEntry]] | None":
     """The tensors of the safetensors files at a place; None if there are no such files.
 
-    What `INDEX_NAME` lists, if it is there; else `model.safetensors`; else every file of that suffix.
+    What `INDEX_NAME` lists, if it is there; else `model.safetensors`; else every file of that suffix, but for those of
+    a save of ours: they count once it is committed, and then there is a manifest.
 
     Args:
         store: The place's store.
@@ -150,9 +153,10 @@ def holds_safetensors(store: _native.Store) -> bool:
         StorageError: If the place cannot be read.
     """
     try:
-        return any(name == INDEX_NAME or name.endswith(_SUFFIX) for name, _ in store.list(""))
+        listed = dict(store.list(""))
     except ObjectNotFoundError:
         return False
+    return INDEX_NAME in listed or bool(_names(listed))
 
 
 def unread_files(store: _native.Store, read: Sequence[str]) -> list[str]:
@@ -167,9 +171,33 @@ def unread_files(store: _native.Store, read: Sequence[str]) -> list[str]:
     return [f"{name} was not looked at: {why}" for name in left]
 
 
+def why_not_safetensors(name: str, dtype: str, shape: Sequence[int]) -> str | None:
+    """Why the format cannot hold a tensor under a name; None if it can.
+
+    Args:
+        name: In the file.
+        dtype: Torch's name of it.
+        shape: In torch's elements.
+
+    Raises:
+        CheckpointError: If the dtype is unknown.
+    """
+    if dtype_named(dtype).safetensors is None:
+        return f"the dtype {dtype}"
+    if dtype == "float4_e2m1fn_x2" and not shape:
+        return "a pair of 4-bit numbers without a dim"
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return "its name"
+    return "its name, which it keeps for itself" if name == "__metadata__" else None
+
+
 def _names(listed: Mapping[str, int]) -> list[str]:
     # Beside the one file that Hugging Face's own loaders take there may be the same weights under other names.
-    return [_SINGLE_NAME] if _SINGLE_NAME in listed else [name for name in listed if name.endswith(_SUFFIX)]
+    if _SINGLE_NAME in listed:
+        return [_SINGLE_NAME]
+    return [name for name in listed if name.endswith(_SUFFIX) and not _native.is_our_data_object(name)]
 
 
 def _size(store: _native.Store, name: str, listed: Mapping[str, int], where: str) -> int:

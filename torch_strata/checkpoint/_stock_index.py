@@ -1,4 +1,7 @@
-"""Whether the `.metadata` of a checkpoint of ours tells stock readers what the manifest tells us. Imports no torch."""
+"""Whether the index by which others read a checkpoint of ours tells them what the manifest tells us.
+
+That is the `.metadata` of stock torch, or the index of safetensors. Imports no torch.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,13 +11,14 @@ from torch_strata import _native
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._opened import Opened, metadata_name
 from torch_strata.checkpoint._planner_data import decode_planner_data
+from torch_strata.checkpoint._safetensors import INDEX_NAME, parse_index
 from torch_strata.checkpoint._unpickle import StockMetadata, load_stock_metadata, same_plain
 from torch_strata.errors import CorruptionError, ObjectNotFoundError, StorageError
 
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
-__all__ = ["IndexFindings", "check_stock_index"]
+__all__ = ["IndexFindings", "check_safetensors_index", "check_stock_index"]
 
 # One fault of a memo changes every entry that refers to it: the first few say enough.
 _SENTENCES = 10
@@ -62,6 +66,38 @@ def check_stock_index(store: _native.Store, opened: Opened, *, rank: int | None)
     if len(sentences) > _SENTENCES:
         sentences[_SENTENCES:] = [f"{where}: and {len(sentences) - _SENTENCES} more differences from the manifest"]
     return IndexFindings(problems=tuple(sentences))
+
+
+def check_safetensors_index(store: _native.Store, opened: Opened) -> IndexFindings | None:
+    """Compare the index of files of safetensors that we wrote with the manifest; None if there are no such files.
+
+    Args:
+        store: The place's store.
+        opened: The checkpoint.
+    """
+    expected = opened.native.safetensors_index
+    if expected is None:
+        return None
+    where = f"{opened.where}/{INDEX_NAME}"
+    try:
+        found = store.read(INDEX_NAME)
+        there = {name for name, _ in store.list("")}
+    except ObjectNotFoundError:
+        note = f"{where} is not there: a save ended before it was written, and readers of safetensors find nothing here"
+        return IndexFindings(notes=(note,))
+    except StorageError as error:
+        return IndexFindings(unchecked=(str(error),))
+    if found == expected:
+        return IndexFindings()
+    problem = f"{where} does not say what the manifest says; readers of safetensors need it"
+    try:
+        named = set(parse_index(found, where).values())
+    except CorruptionError as error:
+        return IndexFindings(problems=(problem, str(error)))
+    if named <= there and named.isdisjoint(name for name, _ in opened.native.objects()):
+        note = f"{where} is that of the save before the newest one, as one leaves it that ended before its last step"
+        return IndexFindings(notes=(note,))
+    return IndexFindings(problems=(problem,))
 
 
 def _of_previous_save(store: _native.Store, stock: StockMetadata, where: str) -> IndexFindings:

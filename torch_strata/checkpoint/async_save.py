@@ -445,7 +445,7 @@ def _options(planner: SavePlanner) -> tuple[bool, ...] | None:
     """What decides how a planner plans a state; None if that is not known."""
     if type(planner) is not StrataSavePlanner or not planner.flatten_state_dict:
         return None
-    return planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank
+    return planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank, planner.whole_chunks
 
 
 _the_process: _Process | None = None

@@ -101,6 +101,7 @@ def copy_run(
                 run_info=opened.native.run,
                 run_root=root,
                 generation=generation,
+                as_safetensors=opened.native.has_safetensors,
                 parent=_native.Parent.open(open_store(_join(destination, parent), to_settings), parent)
                 if refers and parent is not None
                 else None,

@@ -67,6 +67,7 @@ class Destination:
         run_root: The run's store; a run that claims it ends the copy.
         generation: Of the run's root when the copy began.
         parent: What of the run it may refer to.
+        as_safetensors: Whether tensors are written whole to files of safetensors, with their index.
     """
 
     place: str
@@ -76,6 +77,7 @@ class Destination:
     run_root: _native.Store | None = None
     generation: int = 0
     parent: _native.Parent | None = None
+    as_safetensors: bool = False
 
 
 def copy_checkpoint(
@@ -87,11 +89,13 @@ def copy_checkpoint(
     to_options: Mapping[str, str] | None = None,
     rank: int | None = None,
     overwrite: bool = False,
+    for_stock: bool = False,
     progress: Progress | None = None,
 ) -> CopyReport:
     """Write a checkpoint of ours, of stock torch or of safetensors to another place, standing alone there.
 
-    What it refers to in other checkpoints is written with it. What a manager said of it stays with it.
+    What it refers to in other checkpoints is written with it. What a manager said of it stays with it. A model that a
+    manager has saved in files of safetensors is written in such files again.
 
     Args:
         source: URL or local path of a checkpoint.
@@ -101,6 +105,7 @@ def copy_checkpoint(
         to_options: The destination's own settings; those of the source if not given. Local stores have none.
         rank: To copy what that rank saved on its own.
         overwrite: Whether a checkpoint at the destination may be replaced.
+        for_stock: Whether stock torch has to read the copy, which it cannot if there are safetensors in it.
         progress: Told of bytes that are written.
 
     Raises:
@@ -117,6 +122,7 @@ def copy_checkpoint(
         config=settings.destination,
         overwrite=overwrite,
         run_info=opened.native.run,
+        as_safetensors=opened.native.has_safetensors and not for_stock,
     )
     return write_content(content_of(opened), to, progress)
 
@@ -192,6 +198,25 @@ def write_content(content: Content, to: Destination, progress: Progress | None =
     Raises:
         As `copy_checkpoint`.
     """
+    save_id, stats = commit_content(content, to, progress)
+    return CopyReport(
+        save_id=save_id,
+        num_tensors=len(content.tensors),
+        num_values=len(content.values),
+        payload_bytes=stats.payload_bytes,
+        referred_bytes=stats.referred_bytes,
+        warnings=tuple(stats.warnings),
+    )
+
+
+def commit_content(
+    content: Content, to: Destination, progress: Progress | None = None
+) -> tuple[str, _native.CommitStats]:
+    """As `write_content`; the new save's identity, and what the commit did.
+
+    Raises:
+        As `copy_checkpoint`.
+    """
     store = open_store(to.place, to.config)
     base = _native.open_base(store, rank=None)
     if not to.overwrite and (base.exists or holds_safetensors(store)):
@@ -200,32 +225,31 @@ def write_content(content: Content, to: Destination, progress: Progress | None =
     planner_data = encode_planner_data(content.planner_data)
     if content.planner_data is not None and not content.paths and content.order:
         raise CheckpointError(f"{content.where}: its planner_data is not DCP's own mapping of keys to paths")
-    plan = _Plan(content)
     save_id = uuid.uuid4().hex
-    done = progress or (lambda num_bytes: None)
     records: list[bytes] = []
+    done = progress or (lambda num_bytes: None)
+    stock = None
+    if not to.as_safetensors:
+        stock = stock_parts(content.planner_data, checkpoint_id=to.place, save_id=save_id)
     try:
-        for items, num_bytes in plan.batches():
-            number = len(records)
-            records.append(
-                _native.write_items(
-                    store,
-                    items.rows,
-                    list(items.templates),
-                    rank=number,
-                    save_id=save_id,
-                    parent=to.parent,
-                    transfer=_native.Transfer(),
-                )
-            )
-            done(num_bytes)
+        if to.as_safetensors:
+            write = _native.rewrite_safetensors
+            records.append(write(content.native, store, save_id=save_id, transfer=_native.Transfer()))
+            done(sum(tensor.num_bytes for tensor in content.tensors.values()))
+            entries = _whole_entries(content)
+        else:
+            plan = _Plan(content)
+            for items, num_bytes in plan.batches():
+                records.append(items.write(store, rank=len(records), save_id=save_id, parent=to.parent))
+                done(num_bytes)
+            entries = plan.entries()
         stats = _native.commit(
             store,
             base,
             records,
-            pack_entries(plan.entries()),
+            pack_entries(entries),
             planner_data=planner_data,
-            stock=stock_parts(content.planner_data, checkpoint_id=to.place, save_id=save_id),
+            stock=stock,
             save_id=save_id,
             previous_save_id=base.save_id,
             rank=None,
@@ -237,14 +261,23 @@ def write_content(content: Content, to: Destination, progress: Progress | None =
     except BaseException:
         _discard(store, save_id, base)
         raise
-    return CopyReport(
-        save_id=save_id,
-        num_tensors=len(content.tensors),
-        num_values=len(content.values),
-        payload_bytes=stats.payload_bytes,
-        referred_bytes=stats.referred_bytes,
-        warnings=tuple(stats.warnings),
-    )
+    return save_id, stats
+
+
+def _whole_entries(content: Content) -> "list[TensorEntry]":
+    """What the index says of keys whose tensors are stored whole."""
+    found: list[TensorEntry] = []
+    for fqn in content.order:
+        tensor = content.tensors.get(fqn)
+        if tensor is None:
+            found.append(_value_entry(fqn))
+        else:
+            found.append((*tensor.entry[:9], [(0,) * len(tensor.shape)], [tensor.shape]))
+    return found
+
+
+def _value_entry(fqn: str) -> "TensorEntry":
+    return fqn.encode("utf-8", "surrogatepass"), False, "", (), None, False, False, 0, "", [], []
 
 
 def _said(to: Destination) -> "RunInfo | None":
@@ -278,6 +311,18 @@ class _Items:
         """Add one; `keeper`: of the memory, or the bytes of what is no plain tensor."""
         number = self.templates.setdefault(template, len(self.templates))
         self.rows.append((fqn.encode("utf-8", "surrogatepass"), index, number, address, keeper))
+
+    def write(self, store: _native.Store, *, rank: int, save_id: str, parent: _native.Parent | None) -> bytes:
+        """Write them; the record of `rank`."""
+        return _native.write_items(
+            store,
+            self.rows,
+            list(self.templates),
+            rank=rank,
+            save_id=save_id,
+            parent=parent,
+            transfer=_native.Transfer(),
+        )
 
 
 class _Plan:
@@ -352,7 +397,7 @@ class _Plan:
         for fqn in self._content.order:
             tensor = self._content.tensors.get(fqn)
             if tensor is None:
-                found.append((fqn.encode("utf-8", "surrogatepass"), False, "", (), None, False, False, 0, "", [], []))
+                found.append(_value_entry(fqn))
                 continue
             name, _, _, size, strides, grad, pin, memory_format, layout, _, _ = tensor.entry
             strides = None if strides is None else tuple(strides)

@@ -14,7 +14,7 @@ from torch_strata import _native
 from torch_strata.checkpoint._boxes import contiguous
 from torch_strata.checkpoint._content import Content, Path, Progress, Tensor
 from torch_strata.checkpoint._dtypes import dtype_named
-from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors
+from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors, why_not_safetensors
 from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint._stream import ObjectStream
 from torch_strata.checkpoint._torch_file import load_value
@@ -203,17 +203,9 @@ def _remove(store: _native.Store, names: Any) -> None:
 
 
 def _check_safetensors(content: Content, name: str, tensor: Tensor) -> None:
-    where = f"{content.where}: {tensor.fqn!r:.200}"
-    if tensor.framed or tensor.layout.safetensors is None:
-        raise CheckpointError(f"{where}: safetensors cannot hold it: {tensor.dtype}, or a tensor subclass")
-    if tensor.dtype == "float4_e2m1fn_x2" and not tensor.shape:
-        raise CheckpointError(f"{where}: safetensors cannot hold a pair of 4-bit numbers without a dim")
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"{where}: safetensors cannot hold its name") from error
-    if name == "__metadata__":
-        raise CheckpointError(f"{where}: safetensors keeps the name for itself")
+    why = "a tensor subclass" if tensor.framed else why_not_safetensors(name, tensor.dtype, tensor.shape)
+    if why is not None:
+        raise CheckpointError(f"{content.where}: {tensor.fqn!r:.200}: safetensors cannot hold {why}")
 
 
 def _shards(tensors: Sequence[tuple[str, Tensor]], max_bytes: int) -> list[list[tuple[str, Tensor]]]:

@@ -30,6 +30,7 @@ from torch_strata.checkpoint.restore import DAMAGE, restore, together
 from torch_strata.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepLast, Retention
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
 from torch_strata.checkpoint.run_record import RunRecord
+from torch_strata.checkpoint.save_planner import StrataSavePlanner
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.verify import VerifyReport, verify
 from torch_strata.config import StorageConfig
@@ -195,6 +196,8 @@ class CheckpointManager:
                 config=self._config,
                 overwrite=True,
             ),
+            # A file of safetensors holds tensors whole.
+            planner=StrataSavePlanner(whole_chunks=order.checkpoint_type is CheckpointType.MODEL_ONLY),
             process_group=self._group,
             no_dist=self._no_dist,
             timeout=self._timeout,

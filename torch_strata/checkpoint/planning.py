@@ -175,16 +175,19 @@ def _unpacked_paths(packed: bytes) -> Mapping[str, Any]:
 
 
 @gc_paused()
-def local_plan(state: Mapping[str, Any], *, paths: Mapping[str, Any] | None = None) -> SavePlan:
+def local_plan(
+    state: Mapping[str, Any], *, paths: Mapping[str, Any] | None = None, whole_chunks: bool = False
+) -> SavePlan:
     """What this rank can write: every chunk it holds, and every value.
 
     Args:
         state: A state_dict; nested ones are flattened as DCP does.
         paths: Where each name stands in the nested state, if `state` is flat already.
+        whole_chunks: Whether ranks that hold the same chunk may not share it by rows.
     """
     if paths is None:
         state, paths = flatten_state_dict(dict(state))
-    items = _items_of(state)
+    items = _items_of(state, divides=not whole_chunks)
     return SavePlan(items, planner_data=_Paths(paths))  # type: ignore[arg-type]
 
 
@@ -294,7 +297,7 @@ def _chunks(merged: Merged, plans: Sequence[Columns]) -> Chunks:
     return Chunks(builder.columns(), merged.first_chunks, begin, merged.offsets, merged.lengths)
 
 
-def _items_of(state: Mapping[str, Any]) -> Sequence[WriteItem]:
+def _items_of(state: Mapping[str, Any], *, divides: bool) -> Sequence[WriteItem]:
     """The items that DCP makes of a flat state, as columns where they can hold them."""
     builder = Builder()
     places: dict[Any, Any] = {}
@@ -303,7 +306,7 @@ def _items_of(state: Mapping[str, Any]) -> Sequence[WriteItem]:
         kind = type(value)
         if is_bare(value) and value.layout is torch.strided:
             size, strides = value.shape, value.stride()
-            template = _described(value, strides, value.requires_grad, is_pinnable)
+            template = _described(value, strides, value.requires_grad, is_pinnable, divides)
             builder.add_tensor(fqn, TENSOR, template, size, strides, (0,) * len(size), size)
         elif kind is DTensor and type(value._local_tensor) in PLAIN_TYPES and not _is_partial(value):
             if value.device_mesh.get_coordinate() is None:
@@ -315,7 +318,7 @@ def _items_of(state: Mapping[str, Any]) -> Sequence[WriteItem]:
             lengths, offsets = places[place]
             strides = local.stride()
             grad = local.requires_grad or (records_grad and value.requires_grad)
-            template = _described(local, strides, grad, is_pinnable)
+            template = _described(local, strides, grad, is_pinnable, divides)
             builder.add_tensor(fqn, SHARD, template, value.shape, strides, offsets, tuple(lengths))
         elif not isinstance(value, tensor) and not hasattr(value, "__create_write_items__"):
             builder.add_bytes(fqn)
@@ -327,11 +330,11 @@ def _items_of(state: Mapping[str, Any]) -> Sequence[WriteItem]:
 
 
 def _described(
-    local: torch.Tensor, strides: tuple[int, ...], requires_grad: bool, is_pinnable: bool
+    local: torch.Tensor, strides: tuple[int, ...], requires_grad: bool, is_pinnable: bool, divides: bool
 ) -> tuple[Any, ...]:
     """The arguments of a Template."""
     pinned = is_pinnable and local.is_pinned()
-    is_divisible = local.dim() > 0 and (local.is_contiguous() or is_dense(tuple(local.shape), strides))
+    is_divisible = divides and local.dim() > 0 and (local.is_contiguous() or is_dense(tuple(local.shape), strides))
     return local.dtype, local.layout, requires_grad, 0, pinned, True, is_divisible
 
 

@@ -38,6 +38,7 @@ class StrataSavePlanner(DefaultSavePlanner):
         flatten_state_dict: As DefaultSavePlanner.
         flatten_sharded_tensors: As DefaultSavePlanner.
         dedup_save_to_lowest_rank: As DefaultSavePlanner: the lowest rank that holds a chunk writes all of it.
+        whole_chunks: Whether one rank writes all of a chunk that several hold, however large it is.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class StrataSavePlanner(DefaultSavePlanner):
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
         dedup_save_to_lowest_rank: bool = False,
+        whole_chunks: bool = False,
     ) -> None:
         super().__init__(
             flatten_state_dict, flatten_sharded_tensors, dedup_save_to_lowest_rank=dedup_save_to_lowest_rank
         )
+        self.whole_chunks = whole_chunks
         self._pieces: _Pieces = {}
 
     @gc_paused()
@@ -68,7 +71,8 @@ class StrataSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """What this rank can write; pickles to a few kilobytes."""
-        self.plan = local_plan(self.state_dict, paths=self.mappings if self.flatten_state_dict else {})
+        paths = self.mappings if self.flatten_state_dict else {}
+        self.plan = local_plan(self.state_dict, paths=paths, whole_chunks=self.whole_chunks)
         return self.plan
 
     def repeat_local_plan(self, last: Assignment) -> SavePlan:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch_strata import _native
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._safetensors import unread_files
-from torch_strata.checkpoint._stock_index import IndexFindings, check_stock_index
+from torch_strata.checkpoint._stock_index import IndexFindings, check_safetensors_index, check_stock_index
 from torch_strata.checkpoint._store import open_store, resolve_config
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CorruptionError, ObjectNotFoundError
@@ -61,8 +61,9 @@ def verify(
 ) -> VerifyReport:
     """Read and check a whole checkpoint, ours or stock's, within 128 MiB of memory. Blocks.
 
-    Of ours also the `.metadata`, by which stock readers find the same: it must say what the manifest says. One that is
-    missing, or of the save before, as a save leaves that ended before its last step, is a warning. A stock checkpoint
+    Of ours also the `.metadata`, by which stock readers find the same, or the index of safetensors: it must say what
+    the manifest says. One that is missing, or of the save before, as a save leaves that ended before its last step, is
+    a warning. A stock checkpoint
     whose data files are ours has lost its manifest and its digests: a problem.
 
     Args:
@@ -124,7 +125,7 @@ def _report(store: _native.Store, opened: Opened, rank: int | None) -> VerifyRep
         stats, problems, unchecked = None, [str(error)], []
     index = IndexFindings()
     if opened.written_by == "torch_strata":
-        index = check_stock_index(store, opened, rank=rank)
+        index = check_safetensors_index(store, opened) or check_stock_index(store, opened, rank=rank)
     problems += index.problems
     objects = [name for name, _ in opened.native.objects()]
     unread = unread_files(store, objects) if opened.written_by == "safetensors" else []

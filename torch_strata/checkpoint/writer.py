@@ -216,15 +216,14 @@ class StrataWriter(StorageWriter):
         """
         started = time.monotonic()
         self._spent = True
-        told, parent = self._told(plan)
-        rank = told if self._rank is None else self._rank
-        items = NativeItems()
-        store, transfer = self._store(), self.transfer
+        rank = self._told_rank(plan) if self._rank is None else self._rank
+        items = NativeItems(for_safetensors=self._makes_safetensors)
+        transfer = self.transfer
         bar = wants_bar(self._config.progress, in_background=self._is_a_copy)
         try:
             items.resolve(plan.items, planner)
             with shown("saving", os.fspath(self._place), lambda: transfer.progress, self._met, bar=bar):
-                record = items.write(store, rank=rank, save_id=self._save_id, parent=parent, transfer=transfer)
+                record = self._write(items, plan, rank)
         except BaseException as error:
             forget_frames(error)
             raise
@@ -361,9 +360,18 @@ class StrataWriter(StorageWriter):
         """What the store has gone through since this save began."""
         return StoreStats.of(self._store()).since(self._met_before)
 
-    def _told(self, plan: SavePlan) -> tuple[int, _native.Parent | None]:
-        """What the planning rank said: this rank's number, and an earlier checkpoint that it may refer to."""
-        return plan.storage_data, None
+    @property
+    def _makes_safetensors(self) -> bool:
+        """Whether tensors are to end in files of safetensors."""
+        return False
+
+    def _told_rank(self, plan: SavePlan) -> int:
+        """This rank's number, as the planning rank said."""
+        return plan.storage_data  # type: ignore[no-any-return]
+
+    def _write(self, items: NativeItems, plan: SavePlan, rank: int) -> bytes:
+        """Write this rank's items; its record."""
+        return items.write(self._store(), rank=rank, save_id=self._save_id, parent=None, transfer=self.transfer)
 
     def _run_info(self) -> "RunInfo | None":
         """What a manager says of the checkpoint, see `_native.commit`; None without one."""
@@ -430,10 +438,12 @@ class StrataWriter(StorageWriter):
         rank = self._own_rank
         opened = open_checkpoint(self._store(), self._place, rank=rank)
         planner_data = decode_planner_data(opened.native.planner_data, os.fspath(self._place))
-        data = opened.native.stock_pickle(self._stock_parts(planner_data, opened.save_id))
-        self._store().put(metadata_name(rank), data)
+        parts = self._stock_parts(planner_data, opened.save_id)
+        if parts is not None:
+            self._store().put(metadata_name(rank), opened.native.stock_pickle(parts))
 
-    def _stock_parts(self, planner_data: Any, save_id: str) -> "StockParts":
+    def _stock_parts(self, planner_data: Any, save_id: str) -> "StockParts | None":
+        """What `.metadata` says beside the manifest; None if there is to be none."""
         place = os.fspath(self._place)
         return stock_parts(planner_data, checkpoint_id=place, save_id=save_id, records_strides=RECORDS_STRIDES)
 

@@ -167,7 +167,7 @@ def export_command(
         if form == "dcp":
             if key is not None:
                 raise click.UsageError("--key: not with --to dcp")
-            report = copy_checkpoint(source, destination, progress=progress, **common)  # type: ignore[arg-type]
+            report = copy_checkpoint(source, destination, for_stock=True, progress=progress, **common)  # type: ignore[arg-type]
         elif form == "torch":
             report = export_torch(source, destination, key=key, progress=progress, **common)  # type: ignore[arg-type]
         else:

@@ -69,7 +69,9 @@ pub async fn open_base(store: &dyn Store, rank: Option<u32>) -> Result<Base> {
         },
         _ => None,
     };
-    let stale_metadata = matches!(state, MetadataState::Stale | MetadataState::Absent);
+    // Stock cannot read what is in safetensors: there is no `.metadata` to be missed.
+    let is_for_stock = manifest.as_ref().is_none_or(|manifest| !manifest.has_safetensors());
+    let stale_metadata = is_for_stock && matches!(state, MetadataState::Stale | MetadataState::Absent);
     let ranks = if rank.is_some() { complete_ranks(store, of_all).await? } else { None };
     Ok(Base { number, manifest, foreign_metadata, stale_metadata, ranks })
 }

@@ -7,7 +7,9 @@ use strata_io::{ObjectInfo, PendingUpload, Store, discard_upload};
 
 use crate::item::Object;
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode};
+use crate::names::is_our_safetensors;
 use crate::open::{manifest_names, missing_ranks, or_empty};
+use crate::servable::INDEX_NAME;
 use crate::{Error, Result};
 
 /// Leases of readers: `.strata/leases/<expiry, Unix seconds, 20 digits>-<nonce>`.
@@ -59,7 +61,7 @@ pub(crate) async fn collect(
     for name in &doomed {
         store.delete(name).await?;
     }
-    Ok(doomed.iter().filter(|name| name.ends_with(".distcp")).count() as u64)
+    Ok(doomed.iter().filter(|name| is_own_data(manifest, name)).count() as u64)
 }
 
 /// Names in `listed` that `manifest` supersedes, what points first: an index must not outlive what it names, and data
@@ -76,16 +78,20 @@ fn superseded(manifest: &Manifest, listed: &[ObjectInfo], needed: &HashSet<Strin
         Some(_) => name == ".metadata",
     };
     let names = || listed.iter().map(|object| object.name.as_str());
-    let data = names().filter(|name| is_own_data(manifest, name) && !needed.contains(*name));
+    let data = || names().filter(|name| is_own_data(manifest, name) && !needed.contains(*name));
+    // That of a save of safetensors has been replaced by another such save, or has nothing to name any more.
+    let is_outdated = !manifest.has_safetensors() && data().any(is_our_safetensors);
+    let index = names().filter(|name| is_outdated && *name == INDEX_NAME);
     let indices = names().filter(|name| is_metadata(name)).chain(names().filter(|name| is_old_manifest(name)));
-    indices.chain(data).map(str::to_owned).collect()
+    indices.chain(index).chain(data()).map(str::to_owned).collect()
 }
 
 /// Whether a data object is for this manifest's writer to remove.
 fn is_own_data(manifest: &Manifest, name: &str) -> bool {
-    // The other ranks' objects are theirs; they may be in the middle of a save.
+    // The other ranks' objects are theirs; they may be in the middle of a save. Only managers write safetensors, for
+    // all ranks together.
     let owner = manifest.rank.map_or("__".to_owned(), |rank| format!("__{rank}_"));
-    name.starts_with(&owner) && name.ends_with(".distcp")
+    (name.starts_with(&owner) && name.ends_with(".distcp")) || (manifest.rank.is_none() && is_our_safetensors(name))
 }
 
 /// Whether a reader holds a lease; those that have expired are removed.

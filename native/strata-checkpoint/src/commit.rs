@@ -18,8 +18,9 @@ use crate::open::{MetadataState, RETIRED, marked, metadata_name, metadata_state,
 use crate::record::Records;
 use crate::run::catalog::{State, folder_of};
 use crate::run::{RunInfo, model_hash};
+use crate::servable::INDEX_NAME;
 use crate::stock_pickle::{StockParts, stock_pickle};
-use crate::{Error, Result};
+use crate::{Error, Result, servable};
 
 /// Numbers of manifests of one generation. Those of a later one are higher, whatever has been removed since: a name that
 /// was used twice would be removed for the old one by a run that was replaced in the middle of its retention.
@@ -95,20 +96,20 @@ pub async fn commit(store: &dyn Store, base: &Base, mut commit: Commit<'_>) -> R
             let metadata = metadata_name(commit.rank);
             let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
             let index = commit.stock.as_ref().map(|stock| Bytes::from(stock_pickle(&manifest, stock)));
-            match put_metadata(store, &metadata, index).await {
-                Ok(()) if commit.run_root.is_some() && !counts_still(store, &manifest).await.unwrap_or(true) => {
-                    take_back(store, &metadata, &manifest).await;
+            if let Err(error) = put_metadata(store, &metadata, index).await {
+                if !is_named {
+                    return Err(error.into());
                 }
-                Ok(()) => match collect(store, commit.run_root, &manifest, &before).await {
+                stats.warnings.push(outdated(&metadata, &error, "stock readers"));
+            } else if let Err(error) = put_index(store, &manifest).await {
+                stats.warnings.push(outdated(INDEX_NAME, &error, "readers of safetensors"));
+            } else if commit.run_root.is_some() && !counts_still(store, &manifest).await.unwrap_or(true) {
+                take_back(store, &metadata, &manifest).await;
+            } else {
+                match collect(store, commit.run_root, &manifest, &before).await {
                     Ok(collected) => stats.collected = collected,
                     Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
-                },
-                // The old `.metadata` still names the old objects: nothing is collected.
-                Err(error) if is_named => stats.warnings.push(format!(
-                    "{metadata} could not be written: {error}; the checkpoint is committed, but stock readers see the \
-                     one before it until the next save here"
-                )),
-                Err(error) => return Err(error.into()),
+                }
             }
             Ok(stats)
         }
@@ -140,15 +141,37 @@ async fn counts_still(store: &dyn Store, manifest: &Manifest) -> Result<bool> {
     Ok(newest == Some(manifest.number) && !marked(&listed, RETIRED).any(|id| id == manifest.save_id))
 }
 
-/// Removes the `.metadata` of a checkpoint that is not there any more: nobody else would, or know it for ours.
+/// Removes what others would find a checkpoint by that is not there any more: nobody else would, or know it for ours.
 async fn take_back(store: &dyn Store, metadata: &str, manifest: &Manifest) {
-    let is_own = match metadata_tail(store, metadata).await {
+    let own_metadata = match metadata_tail(store, metadata).await {
         Ok(tail) => metadata_state(tail.as_deref(), manifest) == MetadataState::Current,
         Err(_) => false,
     };
-    if is_own && let Err(error) = store.delete(metadata).await {
-        tracing::warn!("{}/{metadata} stays, and its checkpoint has gone: {error}", store.url());
+    let own_index = match servable::index(manifest) {
+        Some(index) => store.read(INDEX_NAME, None).await.is_ok_and(|found| found == index),
+        None => false,
+    };
+    for (name, _) in [(metadata, own_metadata), (INDEX_NAME, own_index)].into_iter().filter(|(_, is_own)| *is_own) {
+        if let Err(error) = store.delete(name).await {
+            tracing::warn!("{}/{name} stays, and its checkpoint has gone: {error}", store.url());
+        }
     }
+}
+
+/// Writes what others find safetensors by. That of an earlier save goes with its files, see [`collect`].
+async fn put_index(store: &dyn Store, manifest: &Manifest) -> strata_io::Result<()> {
+    match servable::index(manifest) {
+        Some(index) => store.put(INDEX_NAME, Bytes::from(index), PutMode::Overwrite).await,
+        None => Ok(()),
+    }
+}
+
+/// The old index still names the old objects: nothing is collected.
+fn outdated(name: &str, error: &IoError, readers: &str) -> String {
+    format!(
+        "{name} could not be written: {error}; the checkpoint is committed, but {readers} see the one before it until \
+         the next save here"
+    )
 }
 
 /// Whether the manifest may have been published.

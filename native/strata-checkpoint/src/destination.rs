@@ -48,6 +48,13 @@ impl Destination {
         Self { first, device: None, copy, lease: Arc::new(watch(buffer)) }
     }
 
+    /// A part of a buffer of ours, whose first element is at byte `at`; what `copy` reaches lies in it.
+    pub(crate) fn in_buffer(buffer: &mut LentMut, at: usize, copy: StridedCopy) -> Self {
+        assert!(at as u64 + copy.destination_bytes() <= buffer.len() as u64, "a copy ends behind its buffer");
+        let first = buffer.as_mut_slice()[at..].as_mut_ptr();
+        Self { first, device: None, copy, lease: Arc::new(watch(buffer)) }
+    }
+
     /// Whether both fill the same memory with the same bytes of a payload.
     pub fn same_as(&self, other: &Self) -> bool {
         self.first == other.first && self.copy == other.copy

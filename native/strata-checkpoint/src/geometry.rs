@@ -149,6 +149,37 @@ impl StridedCopy {
     }
 }
 
+/// The boxes, each its first element and its lengths, that hold elements `range` of a row-major tensor, in that order.
+pub(crate) fn boxes(shape: &[u64], range: Range<u64>) -> Vec<(Vec<u64>, Vec<u64>)> {
+    let Some((_, inner)) = shape.split_first() else { return vec![(Vec::new(), Vec::new())] };
+    let row: u64 = inner.iter().product();
+    let (mut found, mut at) = (Vec::new(), range.start);
+    while at < range.end {
+        let (index, inside) = (at / row, at % row);
+        let rows = if inside == 0 { (range.end - at) / row } else { 0 };
+        if rows > 0 {
+            let first = std::iter::once(index).chain(inner.iter().map(|_| 0)).collect();
+            found.push((first, std::iter::once(rows).chain(inner.iter().copied()).collect()));
+            at += rows * row;
+            continue;
+        }
+        let end = row.min(range.end - index * row);
+        let ahead = |number: u64, dims: Vec<u64>| std::iter::once(number).chain(dims).collect();
+        found.extend(boxes(inner, inside..end).into_iter().map(|(a, n)| (ahead(index, a), ahead(1, n))));
+        at = index * row + end;
+    }
+    found
+}
+
+/// What two boxes, each its first element and its lengths, share; None if that is nothing.
+pub(crate) fn shared(a: (&[u64], &[u64]), b: (&[u64], &[u64])) -> Option<(Vec<u64>, Vec<u64>)> {
+    let dims = 0..a.0.len();
+    let first: Vec<u64> = dims.clone().map(|d| a.0[d].max(b.0[d])).collect();
+    let end = |d: usize| (a.0[d] + a.1[d]).min(b.0[d] + b.1[d]);
+    let lengths: Vec<u64> = dims.map(|d| end(d).saturating_sub(first[d])).collect();
+    (!lengths.contains(&0)).then_some((first, lengths))
+}
+
 /// An index over the outer dims, counted up like an odometer.
 struct Walk<'a> {
     copy: &'a StridedCopy,
@@ -230,6 +261,27 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn boxes_hold_each_element_of_a_range_once_in_order(
+            shape in prop::collection::vec(1u64..5, 0..4),
+            ends in (0u64..130, 0u64..130),
+        ) {
+            let total: u64 = shape.iter().product();
+            let (a, b) = (ends.0.min(ends.1) % total, (ends.0.max(ends.1) % total) + 1);
+            let range = a.min(b - 1)..b;
+            let strides = crate::servable::contiguous(&shape);
+            let mut found = Vec::new();
+            for (first, lengths) in boxes(&shape, range.clone()) {
+                let mut cells = vec![0];
+                for d in 0..shape.len() {
+                    let places = |at: u64| (0..lengths[d]).map(move |i| at + (first[d] + i) * strides[d]);
+                    cells = cells.into_iter().flat_map(places).collect();
+                }
+                found.extend(cells);
+            }
+            prop_assert_eq!(found, range.collect::<Vec<u64>>());
+        }
+
         #[test]
         fn runs_copy_each_element_of_the_box_once(
             dims in prop::collection::vec((1u64..6, 0u64..6, 0u64..6), 0..4),

@@ -43,6 +43,12 @@ pub fn next_offset(end: u64) -> u64 {
     end.next_multiple_of(ITEM_ALIGN)
 }
 
+/// The first offset from `least` on that is at `place`.
+pub fn next_at(least: u64, place: Residue) -> u64 {
+    let Residue { align, residue } = place;
+    least + (residue + align - least % align) % align
+}
+
 /// A piece of an object: a range of one of its segments.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Piece {
@@ -104,5 +110,8 @@ mod tests {
         assert_eq!(residue(64 << 20, 0x7f00_0000_0040), Residue { align: 4096, residue: 64 });
         assert_eq!(residue(64 << 20, 0x7f00_0000_0010), Residue { align: 4096, residue: USUAL_RESIDUE });
         assert_eq!(residue(1000, 0x7f00_0000_0040), Residue { align: 64, residue: 0 });
+        for (least, expected) in [(0, 64), (64, 64), (65, 4160), (4159, 4160)] {
+            assert_eq!(next_at(least, Residue { align: 4096, residue: 64 }), expected);
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Checkpoints: the format, and saving, committing and loading them.
 //!
-//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`], [`share`],
-//! `stock_pickle`. They take values and return values. The rest acts on a [`strata_io::Store`] or on memory. No Python
+//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`],
+//! [`servable`], [`share`], `stock_pickle`. They take values and return values. The rest acts on a [`strata_io::Store`] or on memory. No Python
 //! here.
 
 mod base;
@@ -26,10 +26,12 @@ mod progress;
 mod record;
 pub mod run;
 mod save;
+pub mod servable;
 pub mod share;
 mod siblings;
 pub mod stock;
 mod stock_pickle;
+mod stored_tensor;
 mod unchanged;
 mod verify;
 
@@ -44,7 +46,8 @@ pub use payload::Payload;
 pub use plain::PlainTensor;
 pub use progress::Progress;
 pub use record::{RankRecord, Records, StockEntry};
-pub use save::{SaveItem, write_items};
+pub use save::{SaveItem, write_items, write_safetensors};
 pub use stock_pickle::{StockParts, stock_pickle};
+pub use stored_tensor::{StoredTensor, rewrite_safetensors};
 pub use unchanged::Parent;
 pub use verify::{Findings, verify};

@@ -44,7 +44,7 @@ pub enum VerifyMode {
 }
 
 /// Where a checkpoint is read from, and how far its reads have come.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct Reading {
     /// The checkpoint's place.
     pub store: Arc<dyn Store>,

@@ -17,6 +17,7 @@ pub(crate) use rows::Extent;
 pub use rows::{Shared, decode_items};
 
 use crate::item::{Entry, Object};
+use crate::names::is_our_safetensors;
 use crate::run::RunInfo;
 
 /// First bytes of every manifest file.
@@ -66,6 +67,11 @@ impl Manifest {
     /// An object's path from the checkpoint, by which stock torch finds it too, on a file system.
     pub fn path_of(&self, object: u32) -> String {
         self.objects[object as usize].path(&self.references)
+    }
+
+    /// Whether any of it is in files of safetensors.
+    pub fn has_safetensors(&self) -> bool {
+        self.objects.iter().any(|object| is_our_safetensors(&object.name))
     }
 }
 

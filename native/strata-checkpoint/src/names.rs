@@ -7,13 +7,33 @@ pub fn is_inside(path: &str) -> bool {
     path.split('/').all(|part| is_plain(part) && !part.ends_with(':'))
 }
 
-/// Whether `name` is one that our saves give to data: `__{rank}_{k}.{32 hex digits}.distcp`. Stock's have no id.
-pub(crate) fn is_our_data_object(name: &str) -> bool {
+/// Name of the `k`-th object of items that `rank` writes.
+pub(crate) fn data_object(rank: u32, k: usize, save_id: &str) -> String {
+    format!("__{rank}_{k}.{save_id}.distcp")
+}
+
+/// Name of the `k`-th file of safetensors that `rank` writes.
+pub(crate) fn safetensors_object(rank: u32, k: usize, save_id: &str) -> String {
+    format!("model-{rank:05}-{k:05}.{save_id}.safetensors")
+}
+
+/// Whether `name` is one that our saves give to data: `__{rank}_{k}.{32 hex digits}.distcp`, which stock's have no id
+/// in, or [`is_our_safetensors`].
+pub fn is_our_data_object(name: &str) -> bool {
+    matches(name, "__", '_', ".distcp") || is_our_safetensors(name)
+}
+
+/// Whether `name` is one that our saves give to files of safetensors: `model-{rank}-{k}.{32 hex digits}.safetensors`.
+pub fn is_our_safetensors(name: &str) -> bool {
+    matches(name, "model-", '-', ".safetensors")
+}
+
+fn matches(name: &str, head: &str, between: char, tail: &str) -> bool {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let is_id = |text: &str| text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit());
     let parts = || {
-        let (place, id) = name.strip_prefix("__")?.strip_suffix(".distcp")?.split_once('.')?;
-        let (rank, k) = place.split_once('_')?;
+        let (place, id) = name.strip_prefix(head)?.strip_suffix(tail)?.split_once('.')?;
+        let (rank, k) = place.split_once(between)?;
         Some(is_number(rank) && is_number(k) && is_id(id))
     };
     parts().unwrap_or(false)
@@ -36,11 +56,18 @@ mod tests {
     }
 
     #[test]
-    fn our_objects_are_told_from_those_of_stock() {
+    fn our_objects_are_told_from_those_of_others() {
         let id = "0123456789abcdef0123456789abcdef";
-        assert!(is_our_data_object(&format!("__12_3.{id}.distcp")));
-        let foreign =
-            ["__0_0.distcp".into(), format!("__0_0.{id}"), format!("__0_0.{id}0.distcp"), format!("__x_0.{id}.distcp")];
+        assert!(is_our_data_object(&data_object(12, 3, id)) && !is_our_safetensors(&data_object(12, 3, id)));
+        assert!(is_our_data_object(&safetensors_object(0, 3, id)) && is_our_safetensors(&safetensors_object(0, 3, id)));
+        let foreign = [
+            "__0_0.distcp".into(),
+            format!("__0_0.{id}"),
+            format!("__0_0.{id}0.distcp"),
+            format!("__x_0.{id}.distcp"),
+            "model-00001-of-00002.safetensors".into(),
+            format!("model-00001.{id}.safetensors"),
+        ];
         for name in foreign {
             assert!(!is_our_data_object(&name), "{name}");
         }

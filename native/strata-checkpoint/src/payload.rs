@@ -1,11 +1,15 @@
-//! What is to be saved, where it lies: on the host, or on a device from which each part is copied when its turn comes.
+//! What is to be saved, where it lies: on the host; on a device, or in another checkpoint, from which each part is
+//! fetched when its turn comes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use strata_device::{DeviceMemory, PinnedBuffer};
+use tokio::runtime::Handle;
 
+use crate::stored_tensor::StoredTensor;
 use crate::{Result, layout};
 
 /// Lent memory with the bytes of one item.
@@ -15,6 +19,8 @@ pub enum Payload {
     Host(Bytes),
     /// On a device; copied part by part into page-locked buffers.
     Device(DeviceMemory),
+    /// A tensor of another checkpoint; read a stretch at a time.
+    Stored(Arc<StoredTensor>),
 }
 
 impl Payload {
@@ -23,6 +29,7 @@ impl Payload {
         match self {
             Self::Host(bytes) => bytes.len() as u64,
             Self::Device(memory) => memory.len(),
+            Self::Stored(tensor) => tensor.len(),
         }
     }
 
@@ -36,20 +43,21 @@ impl Payload {
         match self {
             Self::Host(bytes) => (None, bytes.as_ptr() as u64, bytes.len() as u64),
             Self::Device(memory) => (Some(memory.device().ordinal), memory.address(), memory.len()),
+            Self::Stored(tensor) => (None, Arc::as_ptr(tensor) as u64, tensor.len()),
         }
     }
 
-    /// The address that the payload's place in the file should be congruent to. A copy from a device can stand
+    /// The address that the payload's place in the file should be congruent to. What is copied or read first can stand
     /// anywhere; a later load into the host's memory is best served by where that usually lies.
     pub(crate) fn congruent_to(&self) -> u64 {
         match self {
             Self::Host(bytes) => bytes.as_ptr() as u64,
-            Self::Device(_) => layout::USUAL_RESIDUE,
+            Self::Device(_) | Self::Stored(_) => layout::USUAL_RESIDUE,
         }
     }
 
     /// A copy of all of it.
-    pub(crate) fn copy(&self) -> Result<Bytes> {
+    pub(crate) async fn copy(&self) -> Result<Bytes> {
         match self {
             Self::Host(bytes) => Ok(Bytes::copy_from_slice(bytes)),
             Self::Device(memory) => {
@@ -57,6 +65,7 @@ impl Payload {
                 memory.read(0..memory.len(), &mut copy)?;
                 Ok(Bytes::from(copy))
             }
+            Self::Stored(tensor) => tensor.read(0..tensor.len()).await,
         }
     }
 }
@@ -64,19 +73,20 @@ impl Payload {
 /// The bytes of `ranges`, in order; `at` is where each stands in its part.
 ///
 /// What lies on devices is copied into one buffer at the same place modulo any page size, so that the part can be
-/// written from it directly. Blocks.
+/// written from it directly. Blocks, in a thread of the runtime's that may.
 pub(crate) fn on_host(part_bytes: u64, ranges: &[(u64, &Payload, Range<u64>)]) -> Result<Vec<Bytes>> {
     let staged = stage(part_bytes, ranges)?;
     let bytes = |(at, payload, range): &(u64, &Payload, Range<u64>)| match payload {
-        Payload::Host(bytes) => bytes.slice(range.start as usize..range.end as usize),
-        Payload::Device(_) => staged.slice(*at as usize..(at + range.end - range.start) as usize),
+        Payload::Host(bytes) => Ok(bytes.slice(range.start as usize..range.end as usize)),
+        Payload::Device(_) => Ok(staged.slice(*at as usize..(at + range.end - range.start) as usize)),
+        Payload::Stored(tensor) => Handle::current().block_on(tensor.read(range.clone())),
     };
-    Ok(ranges.iter().map(bytes).collect())
+    ranges.iter().map(bytes).collect()
 }
 
 fn stage(part_bytes: u64, ranges: &[(u64, &Payload, Range<u64>)]) -> Result<Bytes> {
     let on_device = |(at, payload, range): &(u64, &Payload, Range<u64>)| match payload {
-        Payload::Host(_) => None,
+        Payload::Host(_) | Payload::Stored(_) => None,
         Payload::Device(memory) => Some((*at, memory.clone(), range.clone())),
     };
     let copies: Vec<(u64, DeviceMemory, Range<u64>)> = ranges.iter().filter_map(on_device).collect();

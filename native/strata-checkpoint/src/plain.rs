@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::item::{Digests, Item, Kind, Object};
 use crate::manifest::{Extent, Manifest};
 use crate::open::{Checkpoint, Source};
+use crate::servable::contiguous;
 use crate::{Error, Result};
 
 /// One contiguous tensor in a file.
@@ -67,13 +68,4 @@ impl Checkpoint {
         let manifest = Manifest { objects, items: items.into(), ..Manifest::default() };
         Ok(Self { source: Source::Plain, manifest, beside: None, warnings: Vec::new() })
     }
-}
-
-/// Row-major strides; saturating, because [`Extent::check`] refuses what overflows.
-fn contiguous(shape: &[u64]) -> Vec<u64> {
-    let mut strides = vec![1u64; shape.len()];
-    for d in (1..shape.len()).rev() {
-        strides[d - 1] = strides[d].saturating_mul(shape[d].max(1));
-    }
-    strides
 }

@@ -129,6 +129,9 @@ pub struct CheckpointMetadata {
     pub created_at: u64,
 }
 
+/// What the names of a model's items begin with: the state has the model under the key `model`.
+pub(crate) const MODEL_PREFIX: &str = "model.";
+
 /// Name of the folder, below the run's root, of a part of the state at a step.
 pub fn folder(step: u64, part: Part) -> String {
     let suffix = PARTS.iter().find(|(known, _)| *known == part).map_or("", |(_, suffix)| suffix);
@@ -152,7 +155,7 @@ pub fn parse_folder(name: &str) -> Option<(u64, Part)> {
 pub(crate) fn model_hash(items: impl Iterator<Item = Item>) -> Option<String> {
     // Of each item its hash: half a million of them are eight megabytes.
     let (mut of_all, mut of_one) = (Vec::new(), Vec::new());
-    for item in items.filter(|item| item.fqn.starts_with(b"model.")) {
+    for item in items.filter(|item| item.fqn.starts_with(MODEL_PREFIX.as_bytes())) {
         if item.payload_bytes > 0 && item.digests.is_empty() {
             return None;
         }

@@ -1,5 +1,7 @@
 //! One rank's items into new objects, each byte read once on the way.
 
+mod files;
+
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -17,7 +19,7 @@ use crate::payload::{self, Payload};
 use crate::progress::Progress;
 use crate::record::RankRecord;
 use crate::unchanged::{self, Parent};
-use crate::{Error, Result};
+use crate::{Error, Result, names};
 
 /// Payloads up to this size travel inside the manifest as well: scalars, RNG states, counters.
 const INLINE_ITEM_BYTES: u64 = 4 << 10;
@@ -68,16 +70,48 @@ pub async fn write_items(
         Some(parent) => unchanged::split(items, parent).await?,
     };
     let plans = plan_objects(items, rank, save_id)?;
+    let mut record = write_plans(store, budget, plans, rank, progress).await?;
+    if let Some(parent) = parent {
+        unchanged::refer(&mut record, unchanged, parent);
+    }
+    Ok(record)
+}
+
+/// Writes the tensors among `items`, whole ones, into files of safetensors `model-{rank}-{k}.{save_id}.safetensors`,
+/// and what is no tensor as [`write_items`] does.
+///
+/// # Errors
+/// [`Error::Plan`] if the format cannot hold one, before anything is written; as [`write_items`].
+///
+/// # Cancel safety
+/// As [`write_items`].
+pub async fn write_safetensors(
+    store: &dyn Store,
+    budget: &ByteBudget,
+    items: Vec<SaveItem>,
+    rank: u32,
+    save_id: &str,
+    progress: &Arc<Progress>,
+) -> Result<RankRecord> {
+    let (tensors, values): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| item.kind == Kind::Tensor);
+    let mut plans = files::plan_files(tensors, rank, save_id, files::FILE_BYTES)?;
+    plans.extend(plan_objects(values, rank, save_id)?);
+    write_plans(store, budget, plans, rank, progress).await
+}
+
+/// Writes all of `plans`, or nothing.
+async fn write_plans(
+    store: &dyn Store,
+    budget: &ByteBudget,
+    plans: Vec<ObjectPlan>,
+    rank: u32,
+    progress: &Arc<Progress>,
+) -> Result<RankRecord> {
     progress.plan(plans.iter().map(|plan| plan.size).sum());
     let mut record = RankRecord { rank, ..RankRecord::default() };
     let names: Vec<String> = plans.iter().map(|plan| plan.name.clone()).collect();
     match write_objects(store, budget, plans, &mut record, progress).await {
-        Ok(()) => {
-            if let Some(parent) = parent {
-                unchanged::refer(&mut record, unchanged, parent);
-            }
-            Ok(record)
-        }
+        Ok(()) => Ok(record),
         Err(error) => {
             // An object that was there before is not ours to remove.
             let begun = usize::from(!matches!(error, Error::Io(strata_io::Error::AlreadyExists { .. })));
@@ -98,7 +132,7 @@ async fn write_objects(
     for plan in plans {
         write_object(store, budget, plan, record, &mut payloads, progress).await?;
     }
-    choose_inline(&mut record.items, &payloads)
+    choose_inline(&mut record.items, &payloads).await
 }
 
 async fn remove(store: &dyn Store, names: &[String]) {
@@ -146,7 +180,7 @@ fn plan_objects(items: Vec<SaveItem>, rank: u32, save_id: &str) -> Result<Vec<Ob
     let mut plans: Vec<ObjectPlan> = Vec::new();
     let mut known: HashMap<Memory, (usize, usize)> = HashMap::new();
     let new_plan = |k: usize| ObjectPlan {
-        name: format!("__{rank}_{k}.{save_id}.distcp"),
+        name: names::data_object(rank, k, save_id),
         segments: Vec::new(),
         stored: Vec::new(),
         size: 0,
@@ -366,7 +400,7 @@ fn with_crc(bytes: Bytes) -> (Bytes, u32) {
 }
 
 /// Keeps copies of the smallest payloads, as many as fit.
-fn choose_inline(items: &mut [Item], payloads: &[Payload]) -> Result<()> {
+async fn choose_inline(items: &mut [Item], payloads: &[Payload]) -> Result<()> {
     let mut order: Vec<usize> = (0..items.len()).filter(|i| items[*i].kind != Kind::TorchSave).collect();
     order.sort_by_key(|i| items[*i].payload_bytes);
     let mut left = INLINE_RANK_BYTES;
@@ -375,7 +409,7 @@ fn choose_inline(items: &mut [Item], payloads: &[Payload]) -> Result<()> {
             break;
         }
         left -= items[i].payload_bytes;
-        items[i].inline = Some(Box::new(payloads[i].copy()?));
+        items[i].inline = Some(Box::new(payloads[i].copy().await?));
     }
     Ok(())
 }

@@ -14,13 +14,14 @@ use self::spans::{Part, Span, spans};
 use crate::bounce;
 use crate::container::{Frame, Placement, TensorSpec};
 use crate::destination::watch;
-use crate::item::{Item, Kind, num_blocks};
-use crate::layout;
+use crate::item::{Item, Kind, Object, num_blocks};
 use crate::load::{ReadStats, object_path, verify_block};
+use crate::names::is_our_safetensors;
 use crate::open::{Checkpoint, Source};
 use crate::plan::block_range;
 use crate::progress::Progress;
 use crate::siblings::{Siblings, explained};
+use crate::{layout, servable};
 
 /// Reads at a time: as many as there are buffers kept.
 const READS_AHEAD: usize = 8;
@@ -66,7 +67,8 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint, progress: &Progr
     let items: Vec<&Item> = unique_items(&all).into_iter().filter(is_there).collect();
     // Objects of others may hold items between these that are not in this manifest, and stock's anything.
     let is_zero_between = |item: &Item| {
-        checkpoint.source == Source::Strata && checkpoint.manifest.objects[item.object as usize].reference.is_none()
+        let object = &checkpoint.manifest.objects[item.object as usize];
+        checkpoint.source == Source::Strata && object.reference.is_none() && !is_our_safetensors(&object.name)
     };
     let spans = spans(&items, is_zero_between);
     progress.plan(spans.iter().map(Span::bytes).sum());
@@ -100,6 +102,7 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint, progress: &Progr
         check_whole(checkpoint, item, found, &mut stats, &mut findings);
     }
     findings.problems.extend(all.iter().filter_map(inline_problem));
+    check_heads(store, checkpoint, &all, &sizes, &mut stats, &mut findings).await;
     (stats, findings)
 }
 
@@ -174,6 +177,7 @@ impl Place<'_> {
     }
 
     fn compare(&self, span: &Span<'_>, found: &[LentMut], digests: &[u128], checked: &mut Checked<'_>) {
+        let stored = &self.checkpoint.manifest.objects[span.object as usize];
         let object = || object_path(self.store.url(), self.checkpoint, span.object);
         for part in &span.parts {
             for (block, target) in part.blocks() {
@@ -192,10 +196,42 @@ impl Place<'_> {
             }
             let head = part.head.map(|target| found[target].as_slice());
             let tail = part.tail.map(|target| found[target].as_slice());
-            let problem = frame_problem(part.item, head, tail);
+            let is_framed = part.item.kind == Kind::Tensor && !is_our_safetensors(&stored.name);
+            let problem = if is_framed { frame_problem(part.item, head, tail) } else { None };
             checked.problems.extend(problem.map(|what| format!("{:?} in {}: {what}", part.item.name(), object())));
             checked.crcs.push(0);
         }
+    }
+}
+
+/// Makes the head of each file of safetensors anew and compares it: our digests do not cover it.
+async fn check_heads(
+    store: &dyn Store,
+    checkpoint: &Checkpoint,
+    items: &[Item],
+    sizes: &[u64],
+    stats: &mut ReadStats,
+    findings: &mut Findings,
+) {
+    let is_file = |object: &Object| object.reference.is_none() && is_our_safetensors(&object.name);
+    let objects = checkpoint.manifest.objects.iter().enumerate().filter(|(_, object)| is_file(object));
+    for (number, object) in objects.filter(|_| checkpoint.source == Source::Strata) {
+        let path = object_path(store.url(), checkpoint, number as u32);
+        let inside = items.iter().filter(|item| item.object as usize == number && item.kind == Kind::Tensor);
+        let Some(head) = servable::head_of(inside) else {
+            findings.problems.push(format!("{path}: no head of safetensors can say what is in it"));
+            continue;
+        };
+        if sizes[number] < head.len() as u64 {
+            continue; // it has been named
+        }
+        match store.read(&object.name, Some(0..head.len() as u64)).await {
+            Ok(found) if found == head => {}
+            Ok(_) => findings.problems.push(format!("{path}: its head, which readers of safetensors need, is damaged")),
+            Err(error) => findings.add(&error, error.to_string()),
+        }
+        stats.requests += 1;
+        stats.bytes_read += head.len() as u64;
     }
 }
 
@@ -214,7 +250,7 @@ fn check_whole(checkpoint: &Checkpoint, item: &Item, found: u32, stats: &mut Rea
 
 /// What stock torch reads around a payload is made anew and compared: our digests do not cover it.
 fn frame_problem(item: &Item, head: Option<&[u8]>, tail: Option<&[u8]>) -> Option<&'static str> {
-    if item.kind != Kind::Tensor || (head.is_none() && tail.is_none()) {
+    if head.is_none() && tail.is_none() {
         return None;
     }
     let spec = TensorSpec {

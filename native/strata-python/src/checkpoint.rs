@@ -24,6 +24,7 @@ use crate::store::Store;
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ReadStats>()?;
     module.add_class::<Checkpoint>()?;
+    module.add_function(wrap_pyfunction!(is_our_data_object, module)?)?;
     module.add_function(wrap_pyfunction!(is_inside, module)?)
 }
 
@@ -46,6 +47,11 @@ impl From<core::ReadStats> for ReadStats {
 #[pyfunction]
 fn is_inside(path: &str) -> bool {
     core::names::is_inside(path)
+}
+
+#[pyfunction]
+fn is_our_data_object(name: &str) -> bool {
+    core::names::is_our_data_object(name)
 }
 
 /// A checkpoint that is open for reading.
@@ -143,6 +149,16 @@ impl Checkpoint {
     #[getter]
     fn number(&self) -> u64 {
         self.now().manifest.number
+    }
+
+    #[getter]
+    fn has_safetensors(&self) -> bool {
+        self.now().manifest.has_safetensors()
+    }
+
+    #[getter]
+    fn safetensors_index<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        core::servable::index(&self.now().manifest).map(|index| PyBytes::new(py, &index))
     }
 
     #[getter]

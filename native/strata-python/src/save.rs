@@ -11,6 +11,7 @@ use strata_checkpoint::{self as core, Commit, Payload, RankRecord, Records, Save
 use tokio::sync::watch;
 
 use crate::buffers::{Owners, lend_device, lend_memory};
+use crate::checkpoint::Checkpoint;
 use crate::entries::{RawPromises, RawStockParts, promises, stock_parts};
 use crate::errors::to_py;
 use crate::run::{Parent, RawRunInfo, run_info};
@@ -25,6 +26,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(open_base, module)?)?;
     module.add_function(wrap_pyfunction!(claim_generation, module)?)?;
     module.add_function(wrap_pyfunction!(write_items, module)?)?;
+    module.add_function(wrap_pyfunction!(write_safetensors, module)?)?;
+    module.add_function(wrap_pyfunction!(rewrite_safetensors, module)?)?;
     module.add_function(wrap_pyfunction!(record_objects, module)?)?;
     module.add_function(wrap_pyfunction!(commit, module)?)
 }
@@ -162,6 +165,46 @@ fn write_items<'py>(
             cancelled,
         )
         .await
+    })?;
+    Ok(PyBytes::new(py, &record.encode()))
+}
+
+#[pyfunction]
+#[pyo3(signature = (store, items, templates, *, rank, save_id, transfer))]
+fn write_safetensors<'py>(
+    py: Python<'py>,
+    store: &Store,
+    items: Vec<RawItem<'py>>,
+    templates: Vec<RawTemplate>,
+    rank: u32,
+    save_id: String,
+    transfer: &Transfer,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let (store, budget) = store.open()?;
+    let items = lend_items(items, &templates)?;
+    let (cancelled, progress) = (transfer.cancelled.subscribe(), transfer.progress.clone());
+    let record = wait(py, async move {
+        let writing = core::write_safetensors(&*store, &budget, items, rank, &save_id, &progress);
+        unless_cancelled(writing, cancelled).await
+    })?;
+    Ok(PyBytes::new(py, &record.encode()))
+}
+
+#[pyfunction]
+#[pyo3(signature = (source, store, *, save_id, transfer))]
+fn rewrite_safetensors<'py>(
+    py: Python<'py>,
+    source: &Checkpoint,
+    store: &Store,
+    save_id: String,
+    transfer: &Transfer,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let (store, budget) = store.open()?;
+    let (reading, checkpoint) = (source.reading.clone(), source.now());
+    let (cancelled, progress) = (transfer.cancelled.subscribe(), transfer.progress.clone());
+    let record = wait(py, async move {
+        let writing = core::rewrite_safetensors(&reading, &checkpoint, &*store, &budget, &save_id, &progress);
+        unless_cancelled(writing, cancelled).await
     })?;
     Ok(PyBytes::new(py, &record.encode()))
 }

@@ -8,7 +8,9 @@ use strata_io::{Error as IoError, ObjectInfo, Store};
 
 use super::{CheckpointMetadata, CheckpointType, Part, parse_folder};
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode_head, head_bytes};
+use crate::names::is_our_safetensors;
 use crate::open::{OPEN_TRIES, RETIRED, marked, or_empty};
+use crate::servable::INDEX_NAME;
 use crate::{Error, Result};
 
 /// Read at once of a manifest; most heads are shorter.
@@ -304,7 +306,9 @@ async fn head(run_root: &dyn Store, path: &str, object: &ObjectInfo, known: &Kno
 
 /// Whether a folder without a manifest that counts is somebody else's checkpoint.
 fn is_foreign(objects: &[ObjectInfo]) -> bool {
-    let is_index = |name: &str| !name.contains('/') && (name == ".metadata" || name.ends_with(".safetensors"));
+    let is_safetensors = |name: &str| name.ends_with(".safetensors") && !is_our_safetensors(name);
+    let is_index =
+        |name: &str| !name.contains('/') && (name == ".metadata" || name == INDEX_NAME || is_safetensors(name));
     let was_ours = marked(objects, RETIRED).next().is_some();
     objects.iter().any(|object| object.name.starts_with(RANKS_FOLDER) || (is_index(&object.name) && !was_ours))
 }
