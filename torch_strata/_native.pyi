@@ -33,6 +33,7 @@ __all__ = [
     "claim_generation",
     "commit",
     "is_inside",
+    "is_sealed",
     "memory_file",
     "open_base",
     "populate",
@@ -237,6 +238,9 @@ def commit(
 
 def is_inside(path: str) -> bool:
     """Whether a path leads to an object inside the checkpoint: relative, no ``..``, no drive, no scheme."""
+
+def is_sealed(index: bytes) -> bool | None:
+    """Whether the digest behind a `.metadata` that a save of ours wrote is that of its content; None if there is none."""
 
 def memory_file(bytes: int) -> int | None:
     """Descriptor of a new file without a name that is memory, zeroed; None where the system has no such files.

@@ -18,7 +18,7 @@ use crate::open::{MetadataState, RETIRED, marked, metadata_name, metadata_state,
 use crate::record::Records;
 use crate::run::catalog::{State, folder_of};
 use crate::run::{RunInfo, model_hash};
-use crate::stock_pickle::{StockParts, stock_pickle};
+use crate::stock_pickle::{StockParts, seal, stock_pickle};
 use crate::{Error, Result};
 
 /// Numbers of manifests of one generation. Those of a later one are higher, whatever has been removed since: a name that
@@ -90,7 +90,7 @@ pub async fn commit(store: &dyn Store, base: &Base, mut commit: Commit<'_>) -> R
         Ok((mut stats, before, manifest)) => {
             let metadata = metadata_name(commit.rank);
             let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
-            let index = commit.stock.as_ref().map(|stock| Bytes::from(stock_pickle(&manifest, stock)));
+            let index = commit.stock.as_ref().map(|stock| Bytes::from(seal(stock_pickle(&manifest, stock))));
             match put_metadata(store, &metadata, index).await {
                 Ok(()) if commit.run_root.is_some() && !counts_still(store, &manifest).await.unwrap_or(true) => {
                     take_back(store, &metadata, &manifest).await;

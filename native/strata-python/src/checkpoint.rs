@@ -24,7 +24,8 @@ use crate::store::Store;
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ReadStats>()?;
     module.add_class::<Checkpoint>()?;
-    module.add_function(wrap_pyfunction!(is_inside, module)?)
+    module.add_function(wrap_pyfunction!(is_inside, module)?)?;
+    module.add_function(wrap_pyfunction!(is_sealed, module)?)
 }
 
 /// What a read cost and checked.
@@ -46,6 +47,11 @@ impl From<core::ReadStats> for ReadStats {
 #[pyfunction]
 fn is_inside(path: &str) -> bool {
     core::names::is_inside(path)
+}
+
+#[pyfunction]
+fn is_sealed(index: &[u8]) -> Option<bool> {
+    core::is_sealed(index)
 }
 
 /// A checkpoint that is open for reading.
