@@ -240,7 +240,7 @@ def is_inside(path: str) -> bool:
     """Whether a path leads to an object inside the checkpoint: relative, no ``..``, no drive, no scheme."""
 
 def is_sealed(index: bytes) -> bool | None:
-    """Whether the digest behind a `.metadata` that a save of ours wrote is that of its content; None if there is none."""
+    """Whether the digest behind a `.metadata` of ours is that of its content; None if there is none."""
 
 def memory_file(bytes: int) -> int | None:
     """Descriptor of a new file without a name that is memory, zeroed; None where the system has no such files.
