@@ -34,6 +34,7 @@ __all__ = [
     "commit",
     "is_inside",
     "is_our_data_object",
+    "is_sealed",
     "memory_file",
     "open_base",
     "populate",
@@ -277,6 +278,9 @@ def is_our_data_object(name: str) -> bool:
 
 def is_inside(path: str) -> bool:
     """Whether a path leads to an object inside the checkpoint: relative, no ``..``, no drive, no scheme."""
+
+def is_sealed(index: bytes) -> bool | None:
+    """Whether the digest behind a `.metadata` of ours is that of its content; None if there is none."""
 
 def memory_file(bytes: int) -> int | None:
     """Descriptor of a new file without a name that is memory, zeroed; None where the system has no such files.

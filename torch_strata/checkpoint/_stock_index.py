@@ -50,19 +50,27 @@ def check_stock_index(store: _native.Store, opened: Opened, *, rank: int | None)
     """
     name = metadata_name(rank)
     where = f"{opened.where}/{name}"
+    needed = "stock readers need it, and the next save here writes it anew"
     try:
-        stock = load_stock_metadata(store.read(name), where)
+        content = store.read(name)
+        is_sealed = _native.is_sealed(content)
+        if is_sealed is False:
+            # Not unpickled: a flipped bit can make opcodes of it that ask for all memory there is.
+            return IndexFindings(problems=(f"{where}: its content is not that of the digest behind it; {needed}",))
+        stock = load_stock_metadata(content, where)
     except ObjectNotFoundError:
         note = f"{where} is not there: a save ended before it was written, and stock readers find nothing here"
         return IndexFindings(notes=(f"{note} until the next save",))
     except StorageError as error:
         return IndexFindings(unchecked=(str(error),))
     except CorruptionError as error:
-        return IndexFindings(problems=(f"{error}; stock readers need it, and the next save here writes it anew",))
+        return IndexFindings(problems=(f"{error}; {needed}",))
     previous = opened.native.previous_save_id
     if previous and stock.save_id == previous:
         return _of_previous_save(store, stock, where)
     sentences = [f"{where}: {difference}" for difference in _differences(opened, stock)]
+    if is_sealed is None and opened.native.run is not None:
+        sentences.append(f"{where}: the digest behind it, which every save of a manager writes, is not there")
     if len(sentences) > _SENTENCES:
         sentences[_SENTENCES:] = [f"{where}: and {len(sentences) - _SENTENCES} more differences from the manifest"]
     return IndexFindings(problems=tuple(sentences))

@@ -19,7 +19,7 @@ use crate::record::Records;
 use crate::run::catalog::{State, folder_of};
 use crate::run::{RunInfo, model_hash};
 use crate::servable::INDEX_NAME;
-use crate::stock_pickle::{StockParts, stock_pickle};
+use crate::stock_pickle::{StockParts, seal, stock_pickle};
 use crate::{Error, Result, servable};
 
 /// Numbers of manifests of one generation. Those of a later one are higher, whatever has been removed since: a name that
@@ -95,7 +95,7 @@ pub async fn commit(store: &dyn Store, base: &Base, mut commit: Commit<'_>) -> R
         Ok((mut stats, before, manifest)) => {
             let metadata = metadata_name(commit.rank);
             let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
-            let index = commit.stock.as_ref().map(|stock| Bytes::from(stock_pickle(&manifest, stock)));
+            let index = commit.stock.as_ref().map(|stock| Bytes::from(seal(stock_pickle(&manifest, stock))));
             if let Err(error) = put_metadata(store, &metadata, index).await {
                 if !is_named {
                     return Err(error.into());

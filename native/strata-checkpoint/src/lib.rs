@@ -47,7 +47,7 @@ pub use plain::PlainTensor;
 pub use progress::Progress;
 pub use record::{RankRecord, Records, StockEntry};
 pub use save::{SaveItem, write_items, write_safetensors};
-pub use stock_pickle::{StockParts, stock_pickle};
+pub use stock_pickle::{StockParts, is_sealed, stock_pickle};
 pub use stored_tensor::{StoredTensor, rewrite_safetensors};
 pub use unchanged::Parent;
 pub use verify::{Findings, verify};

@@ -5,6 +5,8 @@
 
 use std::collections::HashMap;
 
+use strata_io::digest::xxh3;
+
 use crate::item::{Entry, Item, TensorEntry};
 use crate::manifest::Manifest;
 
@@ -33,6 +35,22 @@ pub struct StockParts {
     pub version: String,
     /// Whether this torch's properties have strides: 2.14 and older have none.
     pub has_strides: bool,
+}
+
+/// The end of a sealed index. Before it stands the XXH3-128 of all before that.
+const SEAL: &[u8; 8] = b"STRATAX\n";
+
+/// The index with a digest behind it. Whoever unpickles it reads no further than the pickle's end.
+pub(crate) fn seal(mut index: Vec<u8>) -> Vec<u8> {
+    index.extend(xxh3(&index).to_le_bytes());
+    index.extend(SEAL);
+    index
+}
+
+/// Whether the digest behind an index is that of the index; None if there is none.
+pub fn is_sealed(index: &[u8]) -> Option<bool> {
+    let (content, digest) = index.strip_suffix(SEAL)?.split_last_chunk::<16>()?;
+    Some(xxh3(content).to_le_bytes() == *digest)
 }
 
 /// A pickled `torch.distributed.checkpoint.metadata.Metadata` of what is in `manifest`.

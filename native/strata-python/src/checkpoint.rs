@@ -25,7 +25,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ReadStats>()?;
     module.add_class::<Checkpoint>()?;
     module.add_function(wrap_pyfunction!(is_our_data_object, module)?)?;
-    module.add_function(wrap_pyfunction!(is_inside, module)?)
+    module.add_function(wrap_pyfunction!(is_inside, module)?)?;
+    module.add_function(wrap_pyfunction!(is_sealed, module)?)
 }
 
 /// What a read cost and checked.
@@ -52,6 +53,11 @@ fn is_inside(path: &str) -> bool {
 #[pyfunction]
 fn is_our_data_object(name: &str) -> bool {
     core::names::is_our_data_object(name)
+}
+
+#[pyfunction]
+fn is_sealed(index: &[u8]) -> Option<bool> {
+    core::is_sealed(index)
 }
 
 /// A checkpoint that is open for reading.
