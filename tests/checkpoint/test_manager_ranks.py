@@ -236,7 +236,7 @@ def save_full(rank: int, root: str) -> None:
 
 
 def load_where_one_rank_fails(rank: int, root: str, at: str, template: bool) -> Any:
-    """On rank 1 the first call of what `restore` knows as `at` fails: in one load of damage, in another of the store."""
+    """On rank 1 the first call of what `restore` knows as `at` fails: once of damage, once of the store."""
     save_full(rank, root)
     dist.barrier()
     original = getattr(restore_module, at)
