@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoint.ranks import run_ranks
 from torch_strata import CheckpointError, CorruptionError, StorageError
-from torch_strata.checkpoint import manager as manager_module
+from torch_strata.checkpoint import restore as restore_module
 from torch_strata.checkpoint.manager import CheckpointManager
 
 LIMIT = timedelta(seconds=60)
@@ -235,37 +235,35 @@ def save_full(rank: int, root: str) -> None:
             manager.save(state_of(rank, step), step=step)
 
 
-def load_where_one_rank_fails(rank: int, root: str, at: str, error: Exception, template: bool) -> Any:
-    """What is wrong with `at` happens on rank 1 once only."""
-    real = manager_module.restore.__globals__
-    original, left = real[at], [1 if rank == 1 else 0]
+def load_where_one_rank_fails(rank: int, root: str, at: str, template: bool) -> Any:
+    """On rank 1 the first call of what `restore` knows as `at` fails: once of damage, once of the store."""
+    save_full(rank, root)
+    dist.barrier()
+    original = getattr(restore_module, at)
+    failures: list[Exception] = []
 
     def failing(*args: Any, **settings: Any) -> Any:
-        if left[0]:
-            left[0] = 0
-            raise error
+        if failures:
+            raise failures.pop()
         return original(*args, **settings)
 
-    real[at] = failing
-    manager = CheckpointManager(root)
-    state = empty_state(rank) if template else None
-    try:
-        loaded = manager.load("latest", state)
-    except StorageError as failure:
-        return str(failure)
-    return loaded["step"], holds(loaded, loaded["step"])
+    setattr(restore_module, at, failing)
+    manager, outcomes = CheckpointManager(root), []
+    for error in (CorruptionError("seen by one rank only"), StorageError("the network was away on one rank")):
+        failures.extend([error] if rank == 1 else [])
+        try:
+            loaded = manager.load("latest", empty_state(rank) if template else None)
+            outcomes.append((loaded["step"], holds(loaded, loaded["step"])))
+        except StorageError as failure:
+            outcomes.append(str(failure))
+    return outcomes
 
 
 @pytest.mark.parametrize("template", [True, False])
 @pytest.mark.parametrize("at", ["StrataReader", "restore_rng"])
 def test_an_error_of_one_rank_before_or_after_reading_is_one_of_all(tmp_path, at, template):
-    root = str(tmp_path / "run")
-    run_ranks(tmp_path, 2, save_full, root)
-    damaged = CorruptionError("seen by one rank only")
-    assert run_ranks(tmp_path, 2, load_where_one_rank_fails, root, at, damaged, template) == [(2, True)] * 2
-    gone = StorageError("the network was away on one rank")
-    told = run_ranks(tmp_path, 2, load_where_one_rank_fails, root, at, gone, template)
-    assert told == ["the network was away on one rank"] * 2
+    told = run_ranks(tmp_path, 2, load_where_one_rank_fails, str(tmp_path / "run"), at, template)
+    assert told == [[(2, True), "the network was away on one rank"]] * 2
 
 
 def take_back(rank: int, root: str) -> Any:
