@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.s3 import Answer, Bucket, Request, gateway, options, refusal
 from torch_strata import CheckpointManager
 from torch_strata.checkpoint import run_record
 from torch_strata.checkpoint.metrics import Family, Sample, exposition, write_text
@@ -115,6 +117,23 @@ def test_saves_of_bytes_and_failures_are_counted(tmp_path: Path) -> None:
     assert value(manager, "checkpoint_saves_total", type="full") == 1
     assert value(manager, "checkpoint_save_failures_total", type="full") == 3
     assert value(manager, "checkpoint_written_bytes_total", type="full") == 1000
+
+
+def test_what_a_store_did_to_the_saves_is_counted(bucket: Bucket) -> None:
+    refused: list[Request] = []
+
+    def throttling(request: Request, forward: Callable[[], Answer]) -> Answer:
+        if request.method == "PUT" and ".distcp" in request.target and not refused:
+            refused.append(request)
+            return refusal(503, "SlowDown")
+        return forward()
+
+    with gateway(bucket.endpoint, throttling) as endpoint:
+        manager = CheckpointManager(bucket.url("run"), storage_options=options(endpoint))
+        for step in (1, 2):
+            manager.save(state_of(step), step=step).result(LIMIT)
+        assert value(manager, "store_retries_total") == value(manager, "store_throttled_total") == len(refused) == 1
+        assert value(manager, "store_requests_total") > 10
 
 
 def test_a_stale_and_a_torn_state_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

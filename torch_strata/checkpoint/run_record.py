@@ -249,7 +249,7 @@ _SWEPT = (
 )
 # As the fields of StoreStats.
 _STORE = (
-    "Requests sent, every try counted.",
+    "Requests sent to write and commit checkpoints, every try counted.",
     "Tries after the first of a request.",
     "Answers by which the store asked for fewer requests.",
     "Transfers begun again because too few bytes moved.",
