@@ -16,8 +16,10 @@ PACKAGE = REPOSITORY / "torch_strata"
 SHARED = {"_native", "_logging", "_types", "_world", "config", "errors"}
 # Which modules stand on which, among the shared ones.
 SHARED_MAY_IMPORT = {
-    "_native": {"_native_run", "_types"},
-    "_native_run": {"_native", "_types"},  # a stub that _native's own, for its length, is divided into
+    "_native": {"_native_memory", "_native_run", "_types"},
+    # Stubs into which _native's own, for its length, is divided.
+    "_native_memory": set(),
+    "_native_run": {"_native", "_types"},
     "errors": set(),
     "_types": set(),
     "_world": {"errors"},

@@ -32,7 +32,7 @@ fn memory() -> Arc<dyn Store> {
     let config = IoConfig {
         budget: ByteBudget::new(1 << 20),
         max_concurrency: 4,
-        part_bytes: 7,
+        part_bytes: 31,
         fsync: false,
         direct_io: false,
         max_tries: 1,
