@@ -24,6 +24,11 @@ __all__ = ["RunWriter", "retain"]
 _logger = logging.getLogger(__name__)
 
 
+# Then one is saved whole, as it is: what tensors are XORed with is not to grow older and older, and stock readers find
+# something now and then. What is XORed with one from 16 saves ago has mostly been given a newer base long before.
+_MOST_ENCODED = 16
+
+
 class _Told(NamedTuple):
     """What the planning rank tells each rank."""
 
@@ -35,9 +40,17 @@ class RunWriter(StrataWriter):
     """Saves one checkpoint of a run. The planning rank decides which earlier one it may refer to."""
 
     def __init__(
-        self, root: str, run: _native.Run, order: SaveOrder, *, config: StorageConfig, **settings: Any
+        self,
+        root: str,
+        run: _native.Run,
+        order: SaveOrder,
+        *,
+        config: StorageConfig,
+        compress: bool = False,
+        **settings: Any,
     ) -> None:
         self._root, self._run, self._order = root, run, order
+        self._compress = compress and order.checkpoint_type.is_whole
         self._parent: str | None = None
         super().__init__(f"{root.rstrip('/')}/{order.folder}", config=config, run_root=root, **settings)
 
@@ -55,6 +68,8 @@ class RunWriter(StrataWriter):
             # What it replaces goes: it cannot refer to that.
             if is_incremental and newest is not None and newest != order.step:
                 self._parent = _native.run_folder(newest, CheckpointType.FULL.value)
+            if is_incremental and self._compress:
+                self._bound_chain()
         prepared = super().prepare_local_plan(plan)
         if self._commits:
             self._run.hold(self._generation())
@@ -65,15 +80,25 @@ class RunWriter(StrataWriter):
         told = super().prepare_global_plan(plans)
         return [replace(plan, storage_data=_Told(plan.storage_data, self._parent)) for plan in told]
 
+    def _bound_chain(self) -> None:
+        """Save all of the state as it is, if enough checkpoints in a row were encoded or there is none before."""
+        parent = None if self._parent is None else self._open_parent(self._parent)
+        if parent is None or parent.encoded_in_a_row >= _MOST_ENCODED:
+            self._parent = None
+            self._order = replace(self._order, checkpoint_type=CheckpointType.FULL)
+            _logger.info("%s: is saved as a full checkpoint", self.checkpoint_id)
+
     def _told(self, plan: SavePlan) -> tuple[int, _native.Parent | None]:
         told: _Told = plan.storage_data
         parent = None if told.parent is None else self._open_parent(told.parent)
+        if parent is None and self._compress:
+            parent = _native.Parent.none()
         return told.rank, parent
 
     def _open_parent(self, folder: str) -> _native.Parent | None:
         place = f"{self._root.rstrip('/')}/{folder}"
         try:
-            return _native.Parent.open(open_store(place, self._config), folder)
+            return _native.Parent.open(open_store(place, self._config), folder, encode=self._compress)
         except StrataError as error:
             _logger.warning("%s: %s: %s; everything is written", self.checkpoint_id, type(error).__name__, error)
             return None

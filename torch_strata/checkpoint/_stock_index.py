@@ -49,6 +49,8 @@ def check_stock_index(store: _native.Store, opened: Opened, *, rank: int | None)
     try:
         stock = load_stock_metadata(store.read(name), where)
     except ObjectNotFoundError:
+        if opened.native.is_encoded:
+            return IndexFindings()  # stock could not read what it names
         note = f"{where} is not there: a save ended before it was written, and stock readers find nothing here"
         return IndexFindings(notes=(f"{note} until the next save",))
     except StorageError as error:

@@ -1,5 +1,7 @@
 //! Reading and checking everything that a checkpoint holds, within bounded memory.
 
+mod encoded;
+
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
@@ -53,7 +55,12 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint) -> (ReadStats, F
         }
     };
     let sizes = object_sizes(store, &siblings, checkpoint, &mut findings).await;
-    let is_there = |item: &&Item| item.item_offset + item.item_bytes <= sizes[item.object as usize];
+    let base = |item: &Item| item.encoding.as_ref().and_then(|encoding| encoding.base.clone());
+    let is_there = |item: &&Item| {
+        let end_of_base = base(item).map(|base| (base.object, base.offset + item.payload_bytes));
+        let ends = [(item.object, item.item_offset + item.item_bytes)].into_iter().chain(end_of_base);
+        ends.into_iter().all(|(object, end)| end <= sizes[object as usize])
+    };
     let all = checkpoint.manifest.items.all();
     let items: Vec<&Item> = unique_items(&all).into_iter().filter(is_there).collect();
     let checks = items.iter().flat_map(|item| pieces(item).into_iter().map(move |piece| (*item, piece)));
@@ -119,6 +126,9 @@ fn unique_items(items: &[Item]) -> Vec<&Item> {
 
 /// An item's bytes in ranges of the payload that hold whole blocks; the frame goes with the first and the last.
 fn pieces(item: &Item) -> Vec<Range<u64>> {
+    if item.encoding.is_some() {
+        return (0..num_blocks(item.payload_bytes)).map(|block| block_range(block, item.payload_bytes)).collect();
+    }
     let count = item.payload_bytes.div_ceil(REQUEST_BYTES).max(1);
     (0..count).map(|i| i * REQUEST_BYTES..((i + 1) * REQUEST_BYTES).min(item.payload_bytes)).collect()
 }
@@ -140,6 +150,9 @@ async fn check_piece<'a>(
     item: &'a Item,
     payload: Range<u64>,
 ) -> Piece<'a> {
+    if let Some(encoding) = &item.encoding {
+        return encoded::check_block((store, siblings, checkpoint), item, encoding, payload).await;
+    }
     let stored = &checkpoint.manifest.objects[item.object as usize];
     let object = || object_path(store.url(), checkpoint, item.object);
     let start = if payload.start == 0 { item.item_offset } else { item.payload_offset() + payload.start };

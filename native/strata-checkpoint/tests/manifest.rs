@@ -32,6 +32,7 @@ fn item(fqn: &str, shape: &[u64], object: u32, offset: u64) -> Item {
         digests: (0..num_blocks(payload_bytes)).map(digest).collect(),
         inline: (payload_bytes <= 64).then(|| Box::new(Bytes::from(vec![5; payload_bytes as usize]))),
         whole_crc32: None,
+        encoding: None,
     }
 }
 

@@ -197,6 +197,22 @@ impl Checkpoint {
         entries
     }
 
+    #[getter]
+    fn is_encoded(&self) -> bool {
+        self.now().manifest.is_encoded
+    }
+
+    fn encodings<'py>(&self, py: Python<'py>) -> Vec<(Bound<'py, PyBytes>, &'static str, u64, u64)> {
+        let checkpoint = self.now();
+        let mut found = Vec::new();
+        checkpoint.manifest.items.each(|item| {
+            if let Some(encoding) = &item.encoding {
+                found.push((PyBytes::new(py, &item.fqn), encoding.name(), item.item_bytes, item.payload_bytes));
+            }
+        });
+        found
+    }
+
     fn objects(&self) -> Vec<(String, u64)> {
         self.now().manifest.objects.iter().map(|object| (object.name.clone(), object.size)).collect()
     }
