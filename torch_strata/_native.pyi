@@ -352,8 +352,8 @@ class Checkpoint:
     @property
     def is_encoded(self) -> bool:
         """Whether tensors in it are stored encoded: stock torch cannot read them."""
-    def encodings(self) -> list[tuple[bytes, str, int, int]]:
-        """`(fqn, encoding, bytes that it takes, bytes of the tensor)` of each chunk that is stored encoded."""
+    def encodings(self) -> list[tuple[bytes, str, int, int, str | None]]:
+        """Of each encoded chunk: fqn, encoding, bytes that it takes, bytes of the tensor, path of its base's object."""
     def objects(self) -> list[tuple[str, int]]: ...
     def set_stock_entries(self, items: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]) -> bool:
         """Take what `.metadata` lists, or our manifest where that is all in it; false then."""

@@ -54,8 +54,8 @@ class CheckpointManager:
         keep_count: How many of the newest checkpoints are kept; everything if neither this nor `retention` is given.
         retention: Which are kept. The newest, the newest verified, and those that somebody holds stay in any case.
         compress: Whether incremental checkpoints store changed tensors encoded where that pays: planes of bytes
-            compressed with zstd, and XORed with an earlier content. Stock torch cannot read these; `strata export` makes
-            of them what it can. After 16 in a row a full one is saved in the place of an incremental one.
+            compressed with zstd, and XORed with an earlier content. Stock torch cannot read these, but what
+            ``strata export`` makes of them. After 16 in a row a full one is saved in the place of an incremental one.
         config: Limits of the store.
         storage_options: The store's own settings; win over those of `config`.
         process_group: Ranks that save together; the default group if not given.

@@ -14,7 +14,7 @@ class SaveStats:
     Attributes:
         save_id: Identity of the save.
         written_bytes: Bytes that this rank wrote.
-        encoded_payload_bytes: Bytes of the tensors that this rank stored encoded; see `CheckpointManager`'s ``compress``.
+        encoded_payload_bytes: Bytes of the tensors that this rank stored encoded, as ``compress`` of a manager does.
         encoded_bytes: What these take.
         staged_bytes: Bytes of tensors that this rank copied first, in an asynchronous save.
         write_seconds: Time this rank needed to write them, in seconds.

@@ -64,11 +64,11 @@ def _head(url: str, opened: Opened, keys: Sequence[dict[str, Any]]) -> dict[str,
     if native.run is not None:
         step, epoch, kind, metadata, metrics = native.run
         head.update(step=step, epoch=epoch, type=kind, metrics=metrics, metadata=metadata)
-    folders = {path.split("/")[1] for _, _, _, path, _, _ in native.items() if path.startswith("../")}
-    head["refers_to"] = sorted(folders)
     encoded = native.encodings()
+    paths = {path for _, _, _, path, _, _ in native.items()} | {base for *_, base in encoded if base}
+    head["refers_to"] = sorted({path.split("/")[1] for path in paths if path.startswith("../")})
     if encoded:
-        taken, payload = (sum(one[at] for one in encoded) for at in (2, 3))
+        taken, payload = sum(one[2] for one in encoded), sum(one[3] for one in encoded)
         head["encoded"] = {"tensor_bytes": payload, "stored_bytes": taken, "ratio": round(taken / payload, 4)}
     head["by_dtype"] = _totals(keys, lambda key: key.get("dtype", "pickled value"))
     head["by_key"] = _totals(keys, lambda key: key["fqn"].partition(".")[0])
@@ -78,7 +78,7 @@ def _head(url: str, opened: Opened, keys: Sequence[dict[str, Any]]) -> dict[str,
 def _encodings(opened: Opened) -> dict[str, dict[str, Any]]:
     """How the chunks of each key are stored that are not stored as they are, and what these take, in bytes."""
     found: dict[str, dict[str, Any]] = {}
-    for fqn, encoding, stored_bytes, _ in opened.native.encodings():
+    for fqn, encoding, stored_bytes, *_ in opened.native.encodings():
         key = found.setdefault(fqn.decode("utf-8", "surrogatepass"), {"encoding": encoding, "stored_bytes": 0})
         key["stored_bytes"] += stored_bytes
     return found

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use futures::{FutureExt, StreamExt, TryStreamExt, stream};
+use strata_io::Error as IoError;
 use strata_io::digest::{BLOCK_BYTES, DigestKind};
-use strata_io::{Error as IoError, Store};
 
 use crate::bounce::{self, Bounce};
 use crate::destination::watch;
@@ -69,20 +69,16 @@ impl Sample {
 }
 
 /// What pays for each of `items`, whose content `parent` does not hold.
-pub(crate) async fn choose(
-    store: &dyn Store,
-    items: Vec<SaveItem>,
-    parent: &Arc<Parent>,
-) -> Result<Vec<(SaveItem, Choice)>> {
+pub(crate) async fn choose(items: Vec<SaveItem>, parent: &Arc<Parent>) -> Result<Vec<(SaveItem, Choice)>> {
     // A first one is stored as it is: whatever follows can be XORed with it.
     if !parent.encodes() || parent.manifest.items.is_empty() {
         return Ok(items.into_iter().map(|item| (item, Choice::default())).collect());
     }
-    let looks: Vec<_> = items.into_iter().map(|item| look(store, item, parent).boxed()).collect();
+    let looks: Vec<_> = items.into_iter().map(|item| look(item, parent).boxed()).collect();
     stream::iter(looks).buffered(LOOKS).try_collect().await
 }
 
-async fn look(store: &dyn Store, item: SaveItem, parent: &Parent) -> Result<(SaveItem, Choice)> {
+async fn look(item: SaveItem, parent: &Parent) -> Result<(SaveItem, Choice)> {
     let bytes = item.payload.len();
     if item.kind != Kind::Tensor || bytes < LEAST_BYTES {
         return Ok((item, Choice::default()));
@@ -95,7 +91,7 @@ async fn look(store: &dyn Store, item: SaveItem, parent: &Parent) -> Result<(Sav
     for block in looked_at {
         let before = match &base {
             None => None,
-            Some(base) => read_base(store, parent, base, block, bytes).await?,
+            Some(base) => read_base(parent, base, block, bytes).await?,
         };
         let (sampled, has_base) = (item.clone(), before.is_some());
         let take = move || take_sample(&sampled, block, before);
@@ -138,19 +134,13 @@ fn earlier_content(item: &SaveItem, parent: &Parent) -> (Option<EarlierContent>,
 
 /// A block of `base`, verified; None, with a warning, if it is damaged or gone: a save needs none.
 pub(crate) async fn read_base(
-    store: &dyn Store,
     parent: &Parent,
     base: &EarlierContent,
     block: u64,
     payload_bytes: u64,
 ) -> Result<Option<Bounce>> {
-    let object = &parent.manifest.objects[base.object as usize];
-    let (folder, _) = parent.owner(object);
     let expected = base.digests[block as usize];
-    if expected == 0 {
-        return Ok(None);
-    }
-    let place = store.sibling(&folder)?;
+    let Some((place, object)) = parent.place(base.object).filter(|_| expected != 0) else { return Ok(None) };
     let Range { start, end } = block_range(block, payload_bytes);
     let buffer = bounce::take(end - start, None);
     let target = watch(buffer.memory()).split_to((end - start) as usize);

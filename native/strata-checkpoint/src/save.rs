@@ -68,10 +68,10 @@ pub async fn write_items(
 ) -> Result<RankRecord> {
     let Sorted { plain, encoded, unchanged } = match parent {
         None => Sorted { plain: items, ..Sorted::default() },
-        Some(parent) => unchanged::sort(store, items, parent).await?,
+        Some(parent) => unchanged::sort(items, parent).await?,
     };
     // What later saves may be XORed with goes into objects of its own, which stay no longer than that is of use.
-    let apart = |item: &SaveItem| parent.is_some_and(|parent| parent.encodes()) && is_short_float(&item.dtype);
+    let apart = |item: &SaveItem| parent.is_some_and(|parent| parent.encodes()) && is_likely_base(item);
     let (apart, plain): (Vec<_>, Vec<_>) = plain.into_iter().partition(apart);
     let to = Target { store, budget, rank, save_id, progress };
     let mut record = RankRecord { rank, ..RankRecord::default() };
@@ -91,9 +91,9 @@ pub async fn write_items(
     }
 }
 
-/// Floats of 16 bits: from save to save most of their bits stay.
-fn is_short_float(dtype: &str) -> bool {
-    matches!(dtype, "bfloat16" | "float16")
+/// Weights in floats of 16 bits: from save to save most of their bits stay. Moments change in all of them.
+fn is_likely_base(item: &SaveItem) -> bool {
+    matches!(&*item.dtype, "bfloat16" | "float16") && !item.fqn.starts_with(b"optim")
 }
 
 /// Where a rank's objects go.
@@ -277,12 +277,7 @@ fn frame_of(item: &SaveItem, item_offset: u64) -> Result<Frame> {
 
 impl Target<'_> {
     /// Appends to `record`, and to `payloads` the payload of each item.
-    async fn write_object(
-        &self,
-        plan: ObjectPlan,
-        record: &mut RankRecord,
-        payloads: &mut Vec<Payload>,
-    ) -> Result<()> {
+    async fn write_object(&self, plan: ObjectPlan, record: &mut RankRecord, payloads: &mut Vec<Payload>) -> Result<()> {
         let (plan, digests) = self.put_object(plan).await?;
         let object = record.add_object(&plan);
         for (stored, digester) in plan.stored.into_iter().zip(digests) {

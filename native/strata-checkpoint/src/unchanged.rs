@@ -24,6 +24,8 @@ pub(crate) const LEAST_BYTES: u64 = 16 << 10;
 pub struct Parent {
     checkpoint_id: String,
     pub(crate) manifest: Manifest,
+    /// Where it and those are that it refers to, by folder.
+    places: HashMap<String, Arc<dyn Store>>,
     encodes: bool,
     /// Rows whose content could be that of a tensor, by what it looks like from outside.
     rows: HashMap<Look, Vec<usize>>,
@@ -42,7 +44,11 @@ impl Parent {
         if opened.source != Source::Strata {
             return Err(Error::Plan(format!("{}: not a checkpoint of ours, nothing can refer to it", store.url())));
         }
-        Ok(Self::of(checkpoint_id.to_owned(), opened.manifest))
+        // Asked here, of what exists: beside a folder that a save has not made yet a file system finds nothing.
+        let owners = opened.manifest.references.iter().map(|(folder, _)| folder.as_str()).chain([checkpoint_id]);
+        let place = |folder: &str| Some((folder.to_owned(), store.sibling(folder).ok()?));
+        let places = owners.filter_map(place).collect();
+        Ok(Self { places, ..Self::of(checkpoint_id.to_owned(), opened.manifest) })
     }
 
     /// One that holds nothing: all is written.
@@ -76,7 +82,7 @@ impl Parent {
             }
             row += 1;
         });
-        Self { checkpoint_id, manifest, encodes: false, rows }
+        Self { checkpoint_id, manifest, places: HashMap::new(), encodes: false, rows }
     }
 
     /// Identity of the save in it.
@@ -85,11 +91,18 @@ impl Parent {
     }
 
     /// Where `object` really is: in this checkpoint, or where this one refers to.
-    pub(crate) fn owner(&self, object: &Object) -> (String, String) {
+    fn owner(&self, object: &Object) -> (String, String) {
         match object.reference {
             None => (self.checkpoint_id.clone(), self.manifest.save_id.clone()),
             Some(reference) => self.manifest.references[reference as usize].clone(),
         }
+    }
+
+    /// Its object number `object`, and where that is; None if nothing can lie beside this checkpoint.
+    pub(crate) fn place(&self, object: u32) -> Option<(&dyn Store, &Object)> {
+        let object = &self.manifest.objects[object as usize];
+        let (folder, _) = self.owner(object);
+        self.places.get(&folder).map(|place| (&**place, object))
     }
 
     /// The row that holds what `item` is, if there is one; an item of another name is as good. Blocks.
@@ -127,8 +140,8 @@ pub(crate) struct Sorted {
     pub unchanged: Vec<(SaveItem, usize)>,
 }
 
-/// What becomes of `items`, which go to `store`, beside `parent`.
-pub(crate) async fn sort(store: &dyn Store, items: Vec<SaveItem>, parent: &Arc<Parent>) -> Result<Sorted> {
+/// What becomes of `items` of a save beside `parent`.
+pub(crate) async fn sort(items: Vec<SaveItem>, parent: &Arc<Parent>) -> Result<Sorted> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let looks = items.into_iter().map(|item| {
         let parent = parent.clone();
@@ -139,7 +152,7 @@ pub(crate) async fn sort(store: &dyn Store, items: Vec<SaveItem>, parent: &Arc<P
     });
     let found: Vec<(SaveItem, Option<usize>)> = stream::iter(looks).buffered(threads).try_collect().await?;
     let (changed, unchanged): (Vec<_>, Vec<_>) = found.into_iter().partition(|(_, row)| row.is_none());
-    let changed = changed::choose(store, changed.into_iter().map(|(item, _)| item).collect(), parent).await?;
+    let changed = changed::choose(changed.into_iter().map(|(item, _)| item).collect(), parent).await?;
     let rows = unchanged.iter().filter_map(|(_, row)| *row).map(|row| &parent.manifest.items[row]);
     let rows = rows.map(|item| (item.object, item.item_offset, item.item_bytes));
     let bases = changed.iter().filter_map(|(item, choice)| {
@@ -182,12 +195,7 @@ fn worth_keeping(parent: &Parent, pieces: impl Iterator<Item = (u32, u64, u64)>)
 /// Adds to `record` what stands in objects of other checkpoints: all of `unchanged`, the bases of `encoded`.
 ///
 /// The latter are written already; their bases are among the parent's objects.
-pub(crate) fn refer(
-    record: &mut RankRecord,
-    unchanged: Vec<(SaveItem, usize)>,
-    encoded: Vec<Item>,
-    parent: &Parent,
-) {
+pub(crate) fn refer(record: &mut RankRecord, unchanged: Vec<(SaveItem, usize)>, encoded: Vec<Item>, parent: &Parent) {
     let mut places: HashMap<u32, u32> = HashMap::new();
     for item in encoded {
         let item = item.with_base(|object| place(record, parent, &mut places, object));

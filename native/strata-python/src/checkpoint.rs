@@ -56,6 +56,9 @@ pub(crate) struct Checkpoint {
     checkpoint: Mutex<Arc<core::Checkpoint>>,
 }
 
+/// fqn, encoding, bytes that it takes, bytes of the payload, object of the base.
+type RawEncoding<'py> = (Bound<'py, PyBytes>, &'static str, u64, u64, Option<String>);
+
 /// fqn, object, offset, bytes, dtype, shape.
 type RawPlain = (Vec<u8>, String, u64, u64, String, Vec<u64>);
 
@@ -202,12 +205,15 @@ impl Checkpoint {
         self.now().manifest.is_encoded
     }
 
-    fn encodings<'py>(&self, py: Python<'py>) -> Vec<(Bound<'py, PyBytes>, &'static str, u64, u64)> {
+    fn encodings<'py>(&self, py: Python<'py>) -> Vec<RawEncoding<'py>> {
         let checkpoint = self.now();
+        let manifest = &checkpoint.manifest;
         let mut found = Vec::new();
-        checkpoint.manifest.items.each(|item| {
+        manifest.items.each(|item| {
             if let Some(encoding) = &item.encoding {
-                found.push((PyBytes::new(py, &item.fqn), encoding.name(), item.item_bytes, item.payload_bytes));
+                let base = encoding.base.as_ref().map(|base| manifest.path_of(base.object));
+                let fqn = PyBytes::new(py, &item.fqn);
+                found.push((fqn, encoding.name(), item.item_bytes, item.payload_bytes, base));
             }
         });
         found

@@ -117,3 +117,6 @@ fn decode(job: &Job, block: &BlockRead, frame: &LentMut, base: Option<&Bounce>) 
     bounce::give(buffer);
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -356,8 +356,5 @@ fn read_xxh3(raw: &[u8]) -> u128 {
 
 fn read_digest(raw: &[u8]) -> BlockDigest {
     let (crc32, xxh3) = raw.split_at(4);
-    BlockDigest {
-        crc32: u32::from_le_bytes(crc32.try_into().expect("4 bytes")),
-        xxh3: read_xxh3(xxh3),
-    }
+    BlockDigest { crc32: u32::from_le_bytes(crc32.try_into().expect("4 bytes")), xxh3: read_xxh3(xxh3) }
 }

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::FutureExt;
 use futures::stream::{self, Stream, StreamExt};
-use strata_io::Store;
 use strata_io::digest::{BlockDigest, crc32, xxh3};
 
 use super::{ObjectPlan, SaveItem, Segment, Target};
@@ -69,7 +68,7 @@ impl Target<'_> {
         for row in &rows {
             let (item, base) = (&row.items[0], &row.base);
             let blocks = 0..num_blocks(item.payload.len());
-            encoding.extend(blocks.map(|block| encode(self.store, parent, item.clone(), base.clone(), block).boxed()));
+            encoding.extend(blocks.map(|block| encode(parent, item.clone(), base.clone(), block).boxed()));
         }
         let mut blocks = stream::iter(encoding).buffered(BLOCKS.max(threads));
         let mut left = rows.iter();
@@ -126,17 +125,11 @@ fn rows(encoded: Vec<(SaveItem, Option<EarlierContent>)>) -> Vec<Row> {
     rows
 }
 
-async fn encode(
-    store: &dyn Store,
-    parent: &Parent,
-    item: SaveItem,
-    base: Option<EarlierContent>,
-    block: u64,
-) -> Result<Block> {
+async fn encode(parent: &Parent, item: SaveItem, base: Option<EarlierContent>, block: u64) -> Result<Block> {
     let (before, digest) = match base {
         None => (None, 0),
         Some(base) => {
-            let before = read_base(store, parent, &base, block, item.payload.len()).await?;
+            let before = read_base(parent, &base, block, item.payload.len()).await?;
             let digest = before.as_ref().map_or(0, |_| base.digests[block as usize]);
             (before, digest)
         }

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use strata_io::digest::{BLOCK_BYTES, xxh3};
 use strata_io::Store;
+use strata_io::digest::{BLOCK_BYTES, xxh3};
 
 use super::Piece;
 use crate::bounce;
@@ -26,8 +26,7 @@ pub(super) async fn check_block<'a>(
     payload: Range<u64>,
 ) -> Piece<'a> {
     let parts = parts_of(item, encoding, &payload);
-    let mut piece =
-        Piece { item, bytes: 0, payload_bytes: 0, crc32: 0, blocks: 0, problems: Vec::new(), failed: None };
+    let mut piece = Piece { item, bytes: 0, payload_bytes: 0, crc32: 0, blocks: 0, problems: Vec::new(), failed: None };
     let mut read: Vec<Bytes> = Vec::new();
     for (object, range, _) in &parts {
         piece.bytes += range.end - range.start;
