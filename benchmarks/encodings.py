@@ -112,7 +112,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for dtype in (torch.bfloat16, torch.float32):
             for between in (1, 10, 100):
-                ratios(Path(folder) / "ratios", dtype, between, options.rounds + 1)
+                ratios(Path(folder) / f"{dtype}-{between}", dtype, between, options.rounds + 1)
         rates(Path(folder), options.megabytes * 1_000_000, options.rounds)
 
 

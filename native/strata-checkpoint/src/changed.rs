@@ -64,7 +64,7 @@ impl Sample {
         let saves = |bytes: u64, before: u64| 100 * bytes + LEAST_SAVED * self.raw <= 100 * before;
         let xors = self.xored.is_some_and(|xored| 100 * xored <= MOST_XORED * self.raw && saves(xored, self.planes));
         // What was XORed and is not worth it any more becomes the new base.
-        (xors, saves(self.planes, self.raw) && !(was_xored && !xors))
+        (xors, (xors || !was_xored) && saves(self.planes, self.raw))
     }
 }
 

@@ -82,6 +82,7 @@ fn manifest(num_items: usize) -> Manifest {
             metrics: [("loss".to_owned(), 0.5)].into(),
             model_hash: Some("00ff".to_owned()),
         }),
+        ..Manifest::default()
     }
 }
 
