@@ -39,6 +39,7 @@ __all__ = [
     "memory_file",
     "open_base",
     "populate",
+    "record_encoded",
     "record_objects",
     "release_ended",
     "rewrite_safetensors",
@@ -229,6 +230,9 @@ def rewrite_safetensors(source: Checkpoint, store: Store, *, save_id: str, trans
 def record_objects(record: bytes) -> list[tuple[str, int]]:
     """`(name, bytes)` of every object that a rank wrote."""
 
+def record_encoded(record: bytes) -> tuple[int, int]:
+    """Bytes of the tensors that a rank wrote encoded, and what they take so."""
+
 @final
 class CommitStats:
     number: int
@@ -350,6 +354,11 @@ class Checkpoint:
     def stock_pickle(self, parts: StockParts) -> bytes:
         """The `.metadata` of what the manifest holds."""
     def items(self) -> list[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]: ...
+    @property
+    def is_encoded(self) -> bool:
+        """Whether tensors in it are stored encoded: stock torch cannot read them."""
+    def encodings(self) -> list[tuple[bytes, str, int, int, str | None]]:
+        """Of each encoded chunk: fqn, encoding, bytes that it takes, bytes of the tensor, path of its base's object."""
     def objects(self) -> list[tuple[str, int]]: ...
     def set_stock_entries(self, items: Sequence[tuple[bytes, tuple[int, ...] | None, int, str, int, int]]) -> bool:
         """Take what `.metadata` lists, or our manifest where that is all in it; false then."""

@@ -1,4 +1,4 @@
-"""The part of `torch_strata._native` that is about memory. For type checkers alone: there is no such module to import."""
+"""The part of `torch_strata._native` that is about memory. For type checkers: there is no such module to import."""
 
 from collections.abc import Sequence
 from typing import Any, final

@@ -12,15 +12,23 @@ class Parent:
     """A committed checkpoint of the run, to whose objects an incremental save may refer."""
 
     @staticmethod
-    def open(store: Store, checkpoint_id: str) -> Parent:
+    def open(store: Store, checkpoint_id: str, *, encode: bool = False) -> Parent:
         """`store`: the checkpoint's own. `checkpoint_id`: its folder's name below the run's root.
+
+        `encode`: whether changed tensors are stored encoded where that pays.
 
         Raises:
             CheckpointNotFoundError: If nothing is committed there.
             CheckpointError: If stock saved it: what it holds has no digests.
         """
+    @staticmethod
+    def none() -> Parent:
+        """One that holds nothing, for a save that later ones will be encoded against."""
     @property
     def save_id(self) -> str: ...
+    @property
+    def encoded_in_a_row(self) -> int:
+        """How many checkpoints in a row, this one the last, have stored tensors encoded."""
 
 # id, step, epoch, path, size_bytes, type, model_hash, metadata, metrics, created_at in seconds since 1970.
 _Metadata = tuple[str, int, int, str, int, str, str | None, dict[str, str], dict[str, float], int]

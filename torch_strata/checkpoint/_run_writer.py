@@ -39,6 +39,11 @@ _logger = logging.getLogger(__name__)
 OnTorn = Literal["warn", "raise"]
 
 
+# Then one is saved whole, as it is: what tensors are XORed with is not to grow older and older, and stock readers find
+# something now and then. What is XORed with one from 16 saves ago has mostly been given a newer base long before.
+_MOST_ENCODED = 16
+
+
 class _Told(NamedTuple):
     """What the planning rank tells each rank."""
 
@@ -59,10 +64,12 @@ class RunWriter(StrataWriter):
         record: RunRecord,
         on_torn: OnTorn,
         config: StorageConfig,
+        compress: bool = False,
         **settings: Any,
     ) -> None:
         self._root, self._run, self._order = root, run, order
         self._record, self._on_torn = record, on_torn
+        self._compress = compress and order.checkpoint_type.is_whole
         self._parent: str | None = None
         self._rewrites = False
         super().__init__(f"{root.rstrip('/')}/{order.folder}", config=config, run_root=root, **settings)
@@ -96,6 +103,8 @@ class RunWriter(StrataWriter):
             # What it replaces goes: it cannot refer to that.
             if is_incremental and newest is not None and newest != order.step:
                 self._parent = _native.run_folder(newest, CheckpointType.FULL.value)
+            if is_incremental and self._compress:
+                self._bound_chain()
         prepared = super().prepare_local_plan(plan)
         if self._commits:
             self._run.hold(self._generation())
@@ -107,6 +116,14 @@ class RunWriter(StrataWriter):
         self._rewrites = self._makes_safetensors and not is_whole
         told = super().prepare_global_plan(plans)
         return [replace(plan, storage_data=_Told(plan.storage_data, self._parent, is_whole)) for plan in told]
+
+    def _bound_chain(self) -> None:
+        """Save all of the state as it is, if enough checkpoints in a row were encoded or there is none before."""
+        parent = None if self._parent is None else self._open_parent(self._parent)
+        if parent is None or parent.encoded_in_a_row >= _MOST_ENCODED:
+            self._parent = None
+            self._order = replace(self._order, checkpoint_type=CheckpointType.FULL)
+            _logger.info("%s: is saved as a full checkpoint", self.checkpoint_id)
 
     @property
     def _makes_safetensors(self) -> bool:
@@ -121,6 +138,8 @@ class RunWriter(StrataWriter):
         store, save_id, transfer = self._store(), self.save_id, self.transfer
         if not self._makes_safetensors:
             parent = None if told.parent is None else self._open_parent(told.parent)
+            if parent is None and self._compress:
+                parent = _native.Parent.none()
             return items.write(store, rank=rank, save_id=save_id, parent=parent, transfer=transfer)
         if names := items.value_names():
             _logger.info("%s: no tensors, and not in safetensors: %s", self.checkpoint_id, ", ".join(names))
@@ -131,7 +150,7 @@ class RunWriter(StrataWriter):
     def _open_parent(self, folder: str) -> _native.Parent | None:
         place = f"{self._root.rstrip('/')}/{folder}"
         try:
-            return _native.Parent.open(open_store(place, self._config), folder)
+            return _native.Parent.open(open_store(place, self._config), folder, encode=self._compress)
         except StrataError as error:
             _logger.warning("%s: %s: %s; everything is written", self.checkpoint_id, type(error).__name__, error)
             return None

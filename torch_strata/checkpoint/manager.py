@@ -21,7 +21,7 @@ from torch_strata.checkpoint._generation import generation_of
 from torch_strata.checkpoint._order import SaveOrder, check_step, make_order
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
 from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
-from torch_strata.checkpoint._store import resolve_config
+from torch_strata.checkpoint._store import check_flag, resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle
@@ -55,6 +55,9 @@ class CheckpointManager:
         storage_type: What `bucket` is in: ``"s3"``, ``"local"`` or another scheme.
         keep_count: How many of the newest checkpoints are kept; everything if neither this nor `retention` is given.
         retention: Which are kept. The newest, the newest verified, and those that somebody holds stay in any case.
+        compress: Whether incremental checkpoints store changed tensors encoded where that pays: planes of bytes
+            compressed with zstd, and XORed with an earlier content. Stock torch cannot read these, but what
+            ``strata export`` makes of them. After 16 in a row a full one is saved in the place of an incremental one.
         config: Limits of the store.
         storage_options: The store's own settings; win over those of `config`.
         process_group: Ranks that save together; the default group if not given.
@@ -78,6 +81,7 @@ class CheckpointManager:
         storage_type: str | None = None,
         keep_count: int | None = None,
         retention: Retention | None = None,
+        compress: bool = False,
         config: StorageConfig | None = None,
         storage_options: Mapping[str, str] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -91,6 +95,7 @@ class CheckpointManager:
         self._root = _root(storage_path, bucket, storage_type)
         self._config = resolve_config(config, storage_options)
         self._retention = _policy(keep_count, retention)
+        self._compress = check_flag("compress", compress)
         self._run = open_run(self._root, self._config, policy=self._retention)
         self._group, self._no_dist = process_group, no_dist
         self._timeout, self._on_failure = timeout, on_failure
@@ -194,6 +199,7 @@ class CheckpointManager:
                 record=self._record,
                 on_torn=self._on_torn,
                 config=self._config,
+                compress=self._compress,
                 overwrite=True,
             ),
             # A file of safetensors holds tensors whole.

@@ -14,6 +14,8 @@ class SaveStats:
     Attributes:
         save_id: Identity of the save.
         written_bytes: Bytes that this rank wrote.
+        encoded_payload_bytes: Bytes of the tensors that this rank stored encoded, as ``compress`` of a manager does.
+        encoded_bytes: What these take.
         staged_bytes: Bytes of tensors that this rank copied first, in an asynchronous save.
         torn: Names of what changed on this rank while it was copied, in a save of `async_save`.
         write_seconds: Time this rank needed to write them, in seconds.
@@ -35,6 +37,8 @@ class SaveStats:
 
     save_id: str
     written_bytes: int = 0
+    encoded_payload_bytes: int = 0
+    encoded_bytes: int = 0
     staged_bytes: int = 0
     torn: tuple[str, ...] = ()
     write_seconds: float = 0.0
@@ -51,3 +55,8 @@ class SaveStats:
     commit_seconds: float = 0.0
     fenced: bool = False
     warnings: tuple[str, ...] = ()
+
+    @property
+    def encoded_ratio(self) -> float:
+        """What the encoded tensors take, over what they have; 1.0 if none is encoded."""
+        return self.encoded_bytes / self.encoded_payload_bytes if self.encoded_payload_bytes else 1.0

@@ -230,9 +230,12 @@ class StrataWriter(StorageWriter):
         finally:
             arena().release(items.addresses())
             items.clear()  # an error's traceback holds this frame
+        encoded_payload_bytes, encoded_bytes = _native.record_encoded(record)
         self._stats = SaveStats(
             save_id=self._save_id,
             written_bytes=sum(size for _, size in _native.record_objects(record)),
+            encoded_payload_bytes=encoded_payload_bytes,
+            encoded_bytes=encoded_bytes,
             write_seconds=time.monotonic() - started,
             store=self._met(),
         )
@@ -437,6 +440,9 @@ class StrataWriter(StorageWriter):
         """
         rank = self._own_rank
         opened = open_checkpoint(self._store(), self._place, rank=rank)
+        if opened.native.is_encoded:
+            self._store().delete(metadata_name(rank))  # stock cannot read what is there
+            return
         planner_data = decode_planner_data(opened.native.planner_data, os.fspath(self._place))
         parts = self._stock_parts(planner_data, opened.save_id)
         if parts is not None:

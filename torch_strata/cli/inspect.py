@@ -29,7 +29,8 @@ def inspect_command(url: str, rank: int | None, wants_json: bool, options: Seque
     if not isinstance(opened, Opened):
         folders = ", ".join(one.folder for one in opened)
         raise CheckpointNotFoundError(f"{url} is the root of a run: name one of its checkpoints: {folders:.1000}")
-    keys = [_describe(entry) for entry in opened.entries]
+    stored = _encodings(opened)
+    keys = [{**(key := _describe(entry)), **stored.get(key["fqn"], {})} for entry in opened.entries]
     head = _head(url, opened, keys)
     if wants_json:
         click.echo(as_json({**head, "keys": keys}))
@@ -41,7 +42,8 @@ def inspect_command(url: str, rank: int | None, wants_json: bool, options: Seque
         what = f"{key['dtype']} {key['shape']}" if "dtype" in key else "pickled value"
         chunks = f" in {key['chunks']} chunks" if key.get("chunks", 1) > 1 else ""
         size = f", {shown_bytes(key['bytes'])}" if key.get("bytes") is not None else ""
-        click.echo(f"  {key['fqn']!r:.1000}: {what}{chunks}{size}")
+        stored_as = f", {key['encoding']} in {shown_bytes(key['stored_bytes'])}" if "encoding" in key else ""
+        click.echo(f"  {key['fqn']!r:.1000}: {what}{chunks}{size}{stored_as}")
 
 
 def _head(url: str, opened: Opened, keys: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -62,11 +64,24 @@ def _head(url: str, opened: Opened, keys: Sequence[dict[str, Any]]) -> dict[str,
     if native.run is not None:
         step, epoch, kind, metadata, metrics = native.run
         head.update(step=step, epoch=epoch, type=kind, metrics=metrics, metadata=metadata)
-    folders = {path.split("/")[1] for _, _, _, path, _, _ in native.items() if path.startswith("../")}
-    head["refers_to"] = sorted(folders)
+    encoded = native.encodings()
+    paths = {path for _, _, _, path, _, _ in native.items()} | {base for *_, base in encoded if base}
+    head["refers_to"] = sorted({path.split("/")[1] for path in paths if path.startswith("../")})
+    if encoded:
+        taken, payload = sum(one[2] for one in encoded), sum(one[3] for one in encoded)
+        head["encoded"] = {"tensor_bytes": payload, "stored_bytes": taken, "ratio": round(taken / payload, 4)}
     head["by_dtype"] = _totals(keys, lambda key: key.get("dtype", "pickled value"))
     head["by_key"] = _totals(keys, lambda key: key["fqn"].partition(".")[0])
     return head
+
+
+def _encodings(opened: Opened) -> dict[str, dict[str, Any]]:
+    """How the chunks of each key are stored that are not stored as they are, and what these take, in bytes."""
+    found: dict[str, dict[str, Any]] = {}
+    for fqn, encoding, stored_bytes, *_ in opened.native.encodings():
+        key = found.setdefault(fqn.decode("utf-8", "surrogatepass"), {"encoding": encoding, "stored_bytes": 0})
+        key["stored_bytes"] += stored_bytes
+    return found
 
 
 def _totals(keys: Sequence[dict[str, Any]], group: Any) -> dict[str, dict[str, int]]:

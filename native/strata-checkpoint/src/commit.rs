@@ -35,7 +35,8 @@ pub struct Commit<'a> {
     pub promises: Promises,
     /// The planner's data, one byte of encoding first.
     pub planner_data: Vec<u8>,
-    /// What the new `.metadata` says beside the manifest; None if stock cannot read what is saved.
+    /// What the new `.metadata` says beside the manifest; None if stock cannot read what is saved. There is none either
+    /// if a payload is encoded.
     pub stock: Option<StockParts>,
     /// Of this save.
     pub save_id: String,
@@ -95,7 +96,8 @@ pub async fn commit(store: &dyn Store, base: &Base, mut commit: Commit<'_>) -> R
         Ok((mut stats, before, manifest)) => {
             let metadata = metadata_name(commit.rank);
             let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
-            let index = commit.stock.as_ref().map(|stock| Bytes::from(seal(stock_pickle(&manifest, stock))));
+            let stock = commit.stock.as_ref().filter(|_| !manifest.is_encoded);
+            let index = stock.map(|stock| Bytes::from(seal(stock_pickle(&manifest, stock))));
             if let Err(error) = put_metadata(store, &metadata, index).await {
                 if !is_named {
                     return Err(error.into());

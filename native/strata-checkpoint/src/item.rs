@@ -1,11 +1,13 @@
 //! What one checkpoint holds: items in objects, and what state_dict_metadata says of them.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use strata_io::digest::{BLOCK_BYTES, BlockDigest};
 
 use crate::container::dtype_bytes;
+use crate::encoding::{Encoding, XorBase};
 use crate::geometry::{self, StridedCopy};
 
 /// How an item's payload is to be understood.
@@ -126,12 +128,42 @@ pub struct Item {
     pub inline: Option<Box<Bytes>>,
     /// CRC-32 of the whole payload, where only that is known: stock items.
     pub whole_crc32: Option<u32>,
+    /// How the payload is stored, if not as it is; `payload_skip` is 0 then, and digests are of the payload.
+    pub encoding: Option<Arc<Encoding>>,
 }
 
 impl Item {
     /// First byte of the payload in its object.
     pub fn payload_offset(&self) -> u64 {
         self.item_offset + self.payload_skip
+    }
+
+    /// Where `part` of block number `block`, a range of the payload, is in the object; of an encoded payload all of the
+    /// block's frame.
+    pub(crate) fn stored_range(&self, block: u64, part: &Range<u64>) -> Range<u64> {
+        let (start, range) = match &self.encoding {
+            None => (self.payload_offset(), part.clone()),
+            Some(encoding) => (self.item_offset, encoding.frame_range(block)),
+        };
+        start + range.start..start + range.end
+    }
+
+    /// The same among other objects: `place` tells the number of each.
+    pub(crate) fn moved(self, mut place: impl FnMut(u32) -> u32) -> Self {
+        let object = place(self.object);
+        Self { object, ..self.with_base(place) }
+    }
+
+    /// The same with its base, if it has one, among other objects.
+    pub(crate) fn with_base(self, mut place: impl FnMut(u32) -> u32) -> Self {
+        let encoding = self.encoding.map(|encoding| match &encoding.base {
+            None => encoding,
+            Some(base) => {
+                let base = Some(XorBase { object: place(base.object), ..base.clone() });
+                Arc::new(Encoding { base, frames: encoding.frames.clone() })
+            }
+        });
+        Self { encoding, ..self }
     }
 
     /// Whether both are names of one payload.
@@ -142,6 +174,7 @@ impl Item {
         place(self) == place(other)
             && kind(self) == kind(other)
             && (&self.shape, &self.strides) == (&other.shape, &other.strides)
+            && self.encoding == other.encoding
     }
 
     /// The copy of a box, in elements, to memory with these strides; of what is no tensor, all of it as it is.

@@ -1,15 +1,17 @@
 //! Checkpoints: the format, and saving, committing and loading them.
 //!
-//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`names`], [`plan`],
-//! [`servable`], [`share`], `stock_pickle`. They take values and return values. The rest acts on a [`strata_io::Store`] or on memory. No Python
-//! here.
+//! Pure: [`item`], [`manifest`], [`layout`], [`geometry`], [`container`], [`encoding`], [`names`], [`plan`],
+//! [`servable`], [`share`], `stock_pickle`. They take values and return values. The rest acts on a [`strata_io::Store`]
+//! or on memory. No Python here.
 
 mod base;
 mod bounce;
+mod changed;
 mod collect;
 mod commit;
 pub mod container;
 mod destination;
+pub mod encoding;
 mod error;
 pub mod geometry;
 pub mod item;

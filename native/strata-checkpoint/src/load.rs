@@ -1,9 +1,11 @@
 //! Reading regions of tensors into the caller's memory, every block verified.
 
 mod check;
+mod encoded;
 mod together;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
@@ -14,13 +16,13 @@ use strata_io::schedule::ByteBudget;
 use tokio::task::JoinSet;
 
 use self::check::Checks;
-pub(crate) use self::check::verify_block;
+pub(crate) use self::check::{mismatch, verify_block};
 pub use self::together::{Piece, Round, Together};
 use crate::bounce::{self, Bounce};
 use crate::destination::{Destination, watch};
 use crate::geometry::StridedCopy;
 use crate::open::{Checkpoint, Source};
-use crate::plan::{self, BlockRead, Request};
+use crate::plan::{BlockRead, Request, joined, needed_blocks};
 use crate::progress::Progress;
 use crate::siblings::{Siblings, explained};
 use crate::{Error, Result};
@@ -91,7 +93,7 @@ pub async fn read(
     for (row, destination) in &inline {
         destination.scatter(0, items[*row].inline.as_deref().expect("partitioned so"))?;
     }
-    let requests = plan::requests(items, &stored);
+    let requests = joined(needed_blocks(items, &stored));
     let job = Arc::new(Job::new(reading.store.clone(), checkpoint, stored, mode, Arc::default())?);
     let mut stats = run(&job, reading, requests).await?;
     let (verified, unverified) = job.checks.settle(&job.checkpoint, job.store.url())?;
@@ -149,23 +151,27 @@ async fn run(job: &Arc<Job>, reading: &Reading, requests: Vec<Request>) -> Resul
     let mut running: JoinSet<Result<()>> = JoinSet::new();
     let mut stats = ReadStats::default();
     let mut first_error = None;
-    reading.progress.plan(requests.iter().map(|request| request.range.end - request.range.start).sum());
+    reading.progress.plan(requests.iter().map(|request| job.bytes_of(request)).sum());
     for request in requests {
-        let bytes = request.range.end - request.range.start;
+        let bytes = job.bytes_of(&request);
         // What bounces of it is not known yet: at most all of it, in one buffer.
-        let permit = reading.budget.take(bounce::buffer_bytes(bytes)).await;
+        let decoded = if request.is_encoded() { request.payload_bytes() } else { 0 };
+        let permit = reading.budget.take(bounce::buffer_bytes(bytes) + decoded).await;
         while let Some(done) = running.try_join_next() {
             first_error = first_error.or(done.expect("a read does not panic").err());
         }
         if first_error.is_some() {
             break;
         }
-        stats.requests += 1;
+        stats.requests += 1 + job.bases(&request).count() as u64;
         stats.bytes_read += bytes;
         let (job, progress) = (job.clone(), reading.progress.clone());
         running.spawn(async move {
             let _permit = permit;
-            read_request(job, request).await?;
+            match request.is_encoded() {
+                false => read_request(job, request).await?,
+                true => encoded::read_request(job, request).await?,
+            }
             progress.moved(bytes);
             Ok(())
         });
@@ -253,6 +259,30 @@ impl Job {
         Ok(())
     }
 
+    /// Bytes that `request` takes from the stores.
+    fn bytes_of(&self, request: &Request) -> u64 {
+        let bases = self.bases(request).map(|range| range.end - range.start);
+        request.range.end - request.range.start + bases.sum::<u64>()
+    }
+
+    /// What the blocks of `request` were XORed with, each in its object.
+    fn bases<'a>(&'a self, request: &'a Request) -> impl Iterator<Item = Range<u64>> + 'a {
+        let encoded = request.blocks.iter().filter(|block| block.is_encoded);
+        encoded.filter_map(|block| {
+            let item = &self.checkpoint.manifest.items[block.row];
+            let (range, _) = item.encoding.as_ref()?.base.as_ref()?.block(block.block, item.payload_bytes)?;
+            Some(range)
+        })
+    }
+
+    /// The destination of all of a block, if it may be filled before what goes there is verified.
+    fn direct(&self, block: &BlockRead) -> Option<LentMut> {
+        match (self.mode, block.destinations.as_slice()) {
+            (VerifyMode::InPlace, [only]) if !self.shared[*only] => self.stored[*only].1.direct(block.payload.clone()),
+            _ => None,
+        }
+    }
+
     /// What the store takes on the way: the digest that there is to compare with.
     fn digest_kind(&self) -> DigestKind {
         match self.checkpoint.source {
@@ -293,11 +323,7 @@ fn named(error: strata_io::Error, own: &str, object: &crate::item::Object) -> Er
 /// Memory for every byte of the request, in order: destinations where a block fits in one piece, a kept buffer for
 /// the rest and the gaps.
 fn place(job: &Job, request: &Request) -> (Vec<LentMut>, Vec<Landed>, Option<Bounce>) {
-    let direct_of = |block: &BlockRead| match (job.mode, block.destinations.as_slice()) {
-        (VerifyMode::InPlace, [only]) if !job.shared[*only] => job.stored[*only].1.direct(block.payload.clone()),
-        _ => None,
-    };
-    let directs: Vec<Option<LentMut>> = request.blocks.iter().map(direct_of).collect();
+    let directs: Vec<Option<LentMut>> = request.blocks.iter().map(|block| job.direct(block)).collect();
     let direct_bytes: u64 = directs.iter().flatten().map(|memory| memory.len() as u64).sum();
     let bounced = request.range.end - request.range.start - direct_bytes;
     let mut destinations = request.blocks.iter().flat_map(|block| &block.destinations);

@@ -61,6 +61,10 @@ pub struct Manifest {
     pub payload_bytes: u64,
     /// Where in a run it stands, if a manager saved it.
     pub run: Option<RunInfo>,
+    /// Whether payloads are stored encoded: stock torch cannot read them. What is encoded says so by its items.
+    pub is_encoded: bool,
+    /// How many checkpoints in a row, this one the last, have stored payloads encoded.
+    pub encoded_in_a_row: u32,
 }
 
 impl Manifest {

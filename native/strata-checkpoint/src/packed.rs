@@ -6,6 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use strata_io::digest::BlockDigest;
 
+use crate::encoding::Encoding;
 use crate::item::{Digests, Dims, Item, Kind, num_blocks};
 use crate::manifest::Key;
 
@@ -18,6 +19,7 @@ pub struct PackedItems {
     forms: Table<Form>,
     digests: Vec<(u32, [u8; 16])>,
     inline: Vec<Bytes>,
+    encodings: Vec<Arc<Encoding>>,
 }
 
 /// One item; numbers of what is in the tables.
@@ -31,6 +33,7 @@ struct Packed {
     index_plus_one: u32,
     first_digest: u32,
     inline_plus_one: u32,
+    encoding_plus_one: u32,
 }
 
 /// What shards of one tensor, and tensors of one shape, have in common.
@@ -73,6 +76,10 @@ impl PackedItems {
             self.inline.push(*bytes);
             self.inline.len() as u32
         });
+        let encoding_plus_one = item.encoding.map_or(0, |encoding| {
+            self.encodings.push(encoding);
+            self.encodings.len() as u32
+        });
         self.rows.push(Packed {
             item_offset: item.item_offset,
             name: self.names.number(item.fqn),
@@ -82,6 +89,7 @@ impl PackedItems {
             index_plus_one: item.index.map_or(0, |index| index + 1),
             first_digest,
             inline_plus_one,
+            encoding_plus_one,
         });
     }
 
@@ -143,6 +151,7 @@ impl PackedItems {
             digests: digests.iter().map(digest).collect::<Digests>(),
             inline,
             whole_crc32: None,
+            encoding: row.encoding_plus_one.checked_sub(1).map(|number| self.encodings[number as usize].clone()),
         }
     }
 }
@@ -191,6 +200,7 @@ mod tests {
             digests: (0..num_blocks(payload_bytes)).map(digest).collect(),
             inline: (payload_bytes < 10).then(|| Box::new(Bytes::from(vec![3; payload_bytes as usize]))),
             whole_crc32: None,
+            encoding: None,
         }
     }
 

@@ -54,6 +54,7 @@ impl Checkpoint {
                 digests: Digests::None,
                 inline: None,
                 whole_crc32: None,
+                encoding: None,
                 fqn: Arc::from(tensor.fqn),
             };
             let object = &mut objects[number as usize];

@@ -24,7 +24,9 @@ pub(crate) struct BlockRead {
     pub block: u64,
     /// Bytes of the payload.
     pub payload: Range<u64>,
-    /// The same bytes in the object.
+    /// Whether it is stored encoded.
+    pub is_encoded: bool,
+    /// The same bytes in the object; of an encoded payload the block's frame.
     pub file: Range<u64>,
     /// Indices of the destinations that need some of it.
     pub destinations: Vec<usize>,
@@ -39,9 +41,16 @@ pub(crate) struct Request {
     pub blocks: Vec<BlockRead>,
 }
 
-/// The blocks of `items` that `wanted` (row, destination) needs, each once, as few requests.
-pub(crate) fn requests(items: &Items, wanted: &[(usize, Destination)]) -> Vec<Request> {
-    joined(needed_blocks(items, wanted))
+impl Request {
+    /// Whether its blocks are stored encoded: all are, or none.
+    pub fn is_encoded(&self) -> bool {
+        self.blocks[0].is_encoded
+    }
+
+    /// What its blocks hold, in bytes.
+    pub fn payload_bytes(&self) -> u64 {
+        self.blocks.iter().map(|block| block.payload.end - block.payload.start).sum()
+    }
 }
 
 /// Blocks, each with its object, as few requests.
@@ -62,6 +71,8 @@ pub(crate) fn joined(mut blocks: Vec<(u32, BlockRead)>) -> Vec<Request> {
 
 fn joins(request: &Request, object: u32, block: &BlockRead) -> bool {
     request.object == object
+        && request.is_encoded() == block.is_encoded
+        && (!block.is_encoded || request.payload_bytes() + (block.payload.end - block.payload.start) <= REQUEST_BYTES)
         && block.file.start >= request.range.end
         && block.file.start - request.range.end <= GAP_BYTES
         && block.file.end - request.range.start <= REQUEST_BYTES
@@ -81,7 +92,7 @@ pub(crate) fn needed_blocks(items: &Items, wanted: &[(usize, Destination)]) -> V
         }
     }
     let mut blocks = Vec::new();
-    for ((object, offset, bytes), (row, sharers)) in payloads {
+    for ((object, _, bytes), (row, sharers)) in payloads {
         let mut needed: BTreeMap<u64, (Range<u64>, Vec<usize>)> = BTreeMap::new();
         for index in sharers {
             let range = wanted[index].1.source_range();
@@ -95,12 +106,13 @@ pub(crate) fn needed_blocks(items: &Items, wanted: &[(usize, Destination)]) -> V
                 }
             }
         }
+        let is_encoded = items[row].encoding.is_some();
         let has_digest = !items[row].digests.is_empty() || items[row].whole_crc32.is_some();
         blocks.extend(needed.into_iter().map(|(block, (part, destinations))| {
             // A digest covers the whole block; where there is none, what is wanted suffices.
             let payload = if has_digest { block_range(block, bytes) } else { part };
-            let file = offset + payload.start..offset + payload.end;
-            (object, BlockRead { row, block, payload, file, destinations })
+            let file = items[row].stored_range(block, &payload);
+            (object, BlockRead { row, block, payload, is_encoded, file, destinations })
         }));
     }
     blocks

@@ -28,6 +28,12 @@ pub struct RankRecord {
     pub payload_bytes: u64,
     /// Sum of the payloads that it refers to and did not write.
     pub referred_bytes: u64,
+    /// Sum of the payloads that it wrote encoded.
+    pub encoded_payload_bytes: u64,
+    /// What these take.
+    pub encoded_bytes: u64,
+    /// How many checkpoints in a row, this one the last, hold encoded payloads, as far as it knows.
+    pub encoded_in_a_row: u32,
 }
 
 impl RankRecord {
@@ -44,8 +50,20 @@ impl RankRecord {
             references: self.references.iter().map(crate::manifest::stored_reference).collect(),
             referred_bytes: self.referred_bytes,
             parents: self.parent.iter().map(crate::manifest::stored_reference).collect(),
+            encoded_payload_bytes: self.encoded_payload_bytes,
+            encoded_bytes: self.encoded_bytes,
+            encoded_in_a_row: self.encoded_in_a_row,
         }
         .encode_to_vec()
+    }
+
+    /// Sum of the payloads that the rank of the record in `bytes` wrote encoded, and what these take.
+    ///
+    /// # Errors
+    /// [`Error::Manifest`] if `bytes` are no record.
+    pub fn encoded(bytes: &[u8]) -> Result<(u64, u64)> {
+        let record = parsed(bytes)?;
+        Ok((record.encoded_payload_bytes, record.encoded_bytes))
     }
 
     /// The objects of the record in `bytes` that its rank wrote; not those that it refers to.
@@ -73,6 +91,8 @@ pub struct Records {
     pub payload_bytes: u64,
     /// Sum of the payloads that are referred to and were not written.
     pub referred_bytes: u64,
+    /// How many checkpoints in a row, this one the last, hold encoded payloads.
+    pub encoded_in_a_row: u32,
 }
 
 impl Records {
@@ -91,10 +111,11 @@ impl Records {
             let items = decode_items(&group, &raw.digests, &inline, raw.objects.len(), &mut shared).map_err(fault)?;
             let place = |object| all.place(object, &raw.references, &mut foreign);
             let places: Vec<u32> = raw.objects.into_iter().map(place).collect::<Result<_>>()?;
-            items.into_iter().for_each(|item| all.items.push(Item { object: places[item.object as usize], ..item }));
+            items.into_iter().for_each(|item| all.items.push(item.moved(|object| places[object as usize])));
             all.parents.extend(raw.parents.into_iter().map(|parent| (parent.checkpoint_id, parent.save_id)));
             all.payload_bytes += raw.payload_bytes;
             all.referred_bytes += raw.referred_bytes;
+            all.encoded_in_a_row = all.encoded_in_a_row.max(raw.encoded_in_a_row);
         }
         Ok(all)
     }
@@ -200,6 +221,7 @@ mod tests {
             digests: Digests::None,
             inline: None,
             whole_crc32: None,
+            encoding: None,
         }
     }
 

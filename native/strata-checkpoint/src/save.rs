@@ -1,5 +1,6 @@
 //! One rank's items into new objects, each byte read once on the way.
 
+mod encoded;
 mod files;
 
 use std::collections::HashMap;
@@ -12,13 +13,14 @@ use strata_io::schedule::ByteBudget;
 use strata_io::{ObjectWriter, Part, Store};
 use tokio::task::JoinSet;
 
+use crate::changed::EarlierContent;
 use crate::container::{Frame, Placement, TensorSpec};
 use crate::item::{Digests, Dims, Item, Kind, Object};
 use crate::layout::{self, Piece};
 use crate::payload::{self, Payload};
 use crate::progress::Progress;
 use crate::record::RankRecord;
-use crate::unchanged::{self, Parent};
+use crate::unchanged::{self, Parent, Sorted};
 use crate::{Error, Result, names};
 
 /// Payloads up to this size travel inside the manifest as well: scalars, RNG states, counters.
@@ -49,7 +51,7 @@ pub struct SaveItem {
 }
 
 /// Writes `items` into objects `__{rank}_{k}.{save_id}.distcp`, durable when this returns; what `parent` holds it
-/// refers to instead.
+/// refers to instead. If the parent is one for encoding, what is written is encoded where that pays.
 ///
 /// # Errors
 /// The first failure; everything that was written is removed first.
@@ -65,16 +67,27 @@ pub async fn write_items(
     parent: Option<&Arc<Parent>>,
     progress: &Arc<Progress>,
 ) -> Result<RankRecord> {
-    let (items, unchanged) = match parent {
-        None => (items, Vec::new()),
-        Some(parent) => unchanged::split(items, parent).await?,
+    let Sorted { plain, encoded, unchanged } = match parent {
+        None => Sorted { plain: items, ..Sorted::default() },
+        Some(parent) => unchanged::sort(items, parent).await?,
     };
-    let plans = plan_objects(items, rank, save_id)?;
-    let mut record = write_plans(store, budget, plans, rank, progress).await?;
-    if let Some(parent) = parent {
-        unchanged::refer(&mut record, unchanged, parent);
+    // What later saves may be XORed with goes into objects of its own, which stay no longer than that is of use.
+    let apart = |item: &SaveItem| parent.is_some_and(|parent| parent.encodes()) && is_likely_base(item);
+    let (apart, plain): (Vec<_>, Vec<_>) = plain.into_iter().partition(apart);
+    let to = Target { store, budget, rank, save_id, progress };
+    let mut record = RankRecord { rank, ..RankRecord::default() };
+    match to.write_all([plain, apart], encoded, parent, &mut record).await {
+        Ok(encoded) => {
+            if let Some(parent) = parent {
+                unchanged::refer(&mut record, unchanged, encoded, parent);
+            }
+            Ok(record)
+        }
+        Err(error) => {
+            to.remove(&record, &error, (0..).map(|k| to.name(k))).await;
+            Err(error)
+        }
     }
-    Ok(record)
 }
 
 /// Writes the tensors among `items`, whole ones, into files of safetensors `model-{rank}-{k}.{save_id}.safetensors`,
@@ -93,55 +106,84 @@ pub async fn write_safetensors(
     save_id: &str,
     progress: &Arc<Progress>,
 ) -> Result<RankRecord> {
+    let to = Target { store, budget, rank, save_id, progress };
     let (tensors, values): (Vec<_>, Vec<_>) = items.into_iter().partition(|item| item.kind == Kind::Tensor);
     let mut plans = files::plan_files(tensors, rank, save_id, files::FILE_BYTES)?;
-    plans.extend(plan_objects(values, rank, save_id)?);
-    write_plans(store, budget, plans, rank, progress).await
-}
-
-/// Writes all of `plans`, or nothing.
-async fn write_plans(
-    store: &dyn Store,
-    budget: &ByteBudget,
-    plans: Vec<ObjectPlan>,
-    rank: u32,
-    progress: &Arc<Progress>,
-) -> Result<RankRecord> {
-    progress.plan(plans.iter().map(|plan| plan.size).sum());
+    plans.extend(plan_objects(values, |k| to.name(k))?);
     let mut record = RankRecord { rank, ..RankRecord::default() };
     let names: Vec<String> = plans.iter().map(|plan| plan.name.clone()).collect();
-    match write_objects(store, budget, plans, &mut record, progress).await {
+    match to.write_plans(plans, &mut record).await {
         Ok(()) => Ok(record),
         Err(error) => {
-            // An object that was there before is not ours to remove.
-            let begun = usize::from(!matches!(error, Error::Io(strata_io::Error::AlreadyExists { .. })));
-            remove(store, &names[..names.len().min(record.objects.len() + begun)]).await;
+            to.remove(&record, &error, names.into_iter()).await;
             Err(error)
         }
     }
 }
 
-async fn write_objects(
-    store: &dyn Store,
-    budget: &ByteBudget,
-    plans: Vec<ObjectPlan>,
-    record: &mut RankRecord,
-    progress: &Arc<Progress>,
-) -> Result<()> {
-    let mut payloads = Vec::new();
-    for plan in plans {
-        write_object(store, budget, plan, record, &mut payloads, progress).await?;
-    }
-    choose_inline(&mut record.items, &payloads).await
+/// Weights in floats of 16 bits: from save to save most of their bits stay. Moments change in all of them.
+fn is_likely_base(item: &SaveItem) -> bool {
+    matches!(&*item.dtype, "bfloat16" | "float16") && !item.fqn.starts_with(b"optim")
 }
 
-async fn remove(store: &dyn Store, names: &[String]) {
-    for name in names {
-        if let Err(error) = store.delete(name).await {
-            tracing::warn!("cannot remove {name} of a failed save: {error}");
+/// Where a rank's objects go.
+#[derive(Clone, Copy)]
+struct Target<'a> {
+    store: &'a dyn Store,
+    budget: &'a ByteBudget,
+    rank: u32,
+    save_id: &'a str,
+    progress: &'a Arc<Progress>,
+}
+
+impl Target<'_> {
+    /// Of the object number `k`.
+    fn name(&self, k: usize) -> String {
+        names::data_object(self.rank, k, self.save_id)
+    }
+
+    /// Writes items as they are, each group into objects of its own, and `encoded` ones, whose rows it returns: their
+    /// bases are among the parent's objects.
+    async fn write_all(
+        &self,
+        plain: [Vec<SaveItem>; 2],
+        encoded: Vec<(SaveItem, Option<EarlierContent>)>,
+        parent: Option<&Arc<Parent>>,
+        record: &mut RankRecord,
+    ) -> Result<Vec<Item>> {
+        let mut plans = Vec::new();
+        for items in plain {
+            let next = plans.len();
+            plans.extend(plan_objects(items, |k| self.name(next + k))?);
+        }
+        self.write_plans(plans, record).await?;
+        match parent {
+            Some(parent) if !encoded.is_empty() => self.write_encoded(encoded, parent, record).await,
+            _ => Ok(Vec::new()),
         }
     }
-    store.tidy().await;
+
+    /// Writes objects one after another.
+    async fn write_plans(&self, plans: Vec<ObjectPlan>, record: &mut RankRecord) -> Result<()> {
+        self.progress.plan(plans.iter().map(|plan| plan.size).sum());
+        let mut payloads = Vec::new();
+        for plan in plans {
+            self.write_object(plan, record, &mut payloads).await?;
+        }
+        choose_inline(&mut record.items, &payloads).await
+    }
+
+    /// Removes what was written of objects with these `names`, the first ones of them, until it failed.
+    async fn remove(&self, record: &RankRecord, error: &Error, names: impl Iterator<Item = String>) {
+        // An object that was there before is not ours to remove.
+        let begun = usize::from(!matches!(error, Error::Io(strata_io::Error::AlreadyExists { .. })));
+        for name in names.take(record.objects.len() + begun) {
+            if let Err(error) = self.store.delete(&name).await {
+                tracing::warn!("cannot remove {name} of a failed save: {error}");
+            }
+        }
+        self.store.tidy().await;
+    }
 }
 
 /// One object: what is in it and where.
@@ -176,24 +218,18 @@ struct Stored {
 type Memory = ((Option<u32>, u64, u64), Arc<str>, Dims, Dims);
 
 /// Tensors with the same memory and geometry become one stored payload; the order of the plan is kept.
-fn plan_objects(items: Vec<SaveItem>, rank: u32, save_id: &str) -> Result<Vec<ObjectPlan>> {
+fn plan_objects(items: Vec<SaveItem>, name: impl Fn(usize) -> String) -> Result<Vec<ObjectPlan>> {
     let mut plans: Vec<ObjectPlan> = Vec::new();
     let mut known: HashMap<Memory, (usize, usize)> = HashMap::new();
-    let new_plan = |k: usize| ObjectPlan {
-        name: names::data_object(rank, k, save_id),
-        segments: Vec::new(),
-        stored: Vec::new(),
-        size: 0,
-    };
     for item in items {
-        let key = (item.payload.identity(), item.dtype.clone(), item.shape.clone(), item.strides.clone());
+        let key = item.memory();
         let aliasable = item.kind == Kind::Tensor && !item.payload.is_empty();
         if let Some((plan, stored)) = known.get(&key).filter(|_| aliasable) {
             plans[*plan].stored[*stored].items.push(item);
             continue;
         }
         if plans.last().is_none_or(|plan| plan.size >= layout::OBJECT_BYTES) {
-            plans.push(new_plan(plans.len()));
+            plans.push(ObjectPlan::new(name(plans.len())));
         }
         let at = plans.len() - 1;
         plans[at].push(item)?;
@@ -204,12 +240,29 @@ fn plan_objects(items: Vec<SaveItem>, rank: u32, save_id: &str) -> Result<Vec<Ob
     Ok(plans)
 }
 
+impl SaveItem {
+    fn memory(&self) -> Memory {
+        (self.payload.identity(), self.dtype.clone(), self.shape.clone(), self.strides.clone())
+    }
+}
+
 impl ObjectPlan {
-    fn push(&mut self, item: SaveItem) -> Result<()> {
+    fn new(name: String) -> Self {
+        Self { name, segments: Vec::new(), stored: Vec::new(), size: 0 }
+    }
+
+    /// Where the next item begins; up to there the object is full.
+    fn pad(&mut self) -> u64 {
         let offset = layout::next_offset(self.size);
         if offset > self.size {
             self.segments.push(Segment::Fixed(Bytes::from(vec![0; (offset - self.size) as usize])));
+            self.size = offset;
         }
+        offset
+    }
+
+    fn push(&mut self, item: SaveItem) -> Result<()> {
+        let offset = self.pad();
         let number = self.stored.len();
         let payload_bytes = item.payload.len();
         let frame = match item.kind {
@@ -260,55 +313,77 @@ fn frame_of(item: &SaveItem, item_offset: u64) -> Result<Frame> {
     Frame::new(&spec, place).map_err(|error| Error::Plan(format!("{:?}: {error}", String::from_utf8_lossy(&item.fqn))))
 }
 
-/// Appends to `record`, and to `payloads` the payload of each item.
-async fn write_object(
-    store: &dyn Store,
-    budget: &ByteBudget,
-    plan: ObjectPlan,
-    record: &mut RankRecord,
-    payloads: &mut Vec<Payload>,
-    progress: &Arc<Progress>,
-) -> Result<()> {
-    let writer = Arc::new(store.create(&plan.name, plan.size).await?);
-    let plan = Arc::new(plan);
-    let written = write_parts(store, budget, &plan, &writer, progress).await;
-    let writer = Arc::into_inner(writer).expect("every part's write has ended");
-    let digests = match written {
-        Ok(digests) => digests,
-        Err(error) => {
-            writer.abort().await;
-            return Err(error);
+impl Target<'_> {
+    /// Appends to `record`, and to `payloads` the payload of each item.
+    async fn write_object(&self, plan: ObjectPlan, record: &mut RankRecord, payloads: &mut Vec<Payload>) -> Result<()> {
+        let (plan, digests) = self.put_object(plan).await?;
+        let object = record.add_object(&plan);
+        for (stored, digester) in plan.stored.into_iter().zip(digests) {
+            let (blocks, _) = digester.finish();
+            let digests: Digests = blocks.into_iter().collect();
+            record.payload_bytes += stored.payload.len();
+            payloads.extend(stored.items.iter().map(|item| item.payload.clone()));
+            record.items.extend(stored.items.into_iter().map(|item| Item {
+                object,
+                item_offset: stored.offset,
+                item_bytes: stored.bytes,
+                payload_skip: stored.skip,
+                digests: digests.clone(),
+                ..item.unplaced()
+            }));
         }
-    };
-    writer.finish().await?;
-    let object = record.objects.len() as u32;
-    record.objects.push(Object { name: plan.name.clone(), size: plan.size, reference: None });
-    let plan = Arc::into_inner(plan).expect("every part is written");
-    for (stored, digester) in plan.stored.into_iter().zip(digests) {
-        let (blocks, _) = digester.finish();
-        let digests: Digests = blocks.into_iter().collect();
-        let payload_bytes = stored.payload.len();
-        record.payload_bytes += payload_bytes;
-        payloads.extend(stored.items.iter().map(|item| item.payload.clone()));
-        record.items.extend(stored.items.into_iter().map(|item| Item {
-            fqn: item.fqn,
-            offsets: item.offsets,
-            index: item.index,
-            kind: item.kind,
-            dtype: item.dtype,
-            shape: item.shape,
-            strides: item.strides,
-            object,
-            item_offset: stored.offset,
-            item_bytes: stored.bytes,
-            payload_skip: stored.skip,
-            payload_bytes,
-            digests: digests.clone(),
+        Ok(())
+    }
+
+    /// Writes the object of `plan`, durable when this returns; with the digests of the payloads in it.
+    async fn put_object(&self, plan: ObjectPlan) -> Result<(ObjectPlan, Vec<Digester>)> {
+        let writer = Arc::new(self.store.create(&plan.name, plan.size).await?);
+        let plan = Arc::new(plan);
+        let written = write_parts(self.store, self.budget, &plan, &writer, self.progress).await;
+        let writer = Arc::into_inner(writer).expect("every part's write has ended");
+        match written {
+            Ok(digests) => {
+                writer.finish().await?;
+                Ok((Arc::into_inner(plan).expect("every part is written"), digests))
+            }
+            Err(error) => {
+                writer.abort().await;
+                Err(error)
+            }
+        }
+    }
+}
+
+impl RankRecord {
+    /// Adds an object of its own, and returns its number.
+    fn add_object(&mut self, plan: &ObjectPlan) -> u32 {
+        self.objects.push(Object { name: plan.name.clone(), size: plan.size, reference: None });
+        self.objects.len() as u32 - 1
+    }
+}
+
+impl SaveItem {
+    /// Its row, without what is known only once it is written.
+    fn unplaced(self) -> Item {
+        Item {
+            fqn: self.fqn,
+            offsets: self.offsets,
+            index: self.index,
+            kind: self.kind,
+            dtype: self.dtype,
+            shape: self.shape,
+            strides: self.strides,
+            object: 0,
+            item_offset: 0,
+            item_bytes: 0,
+            payload_skip: 0,
+            payload_bytes: self.payload.len(),
+            digests: Digests::None,
             inline: None,
             whole_crc32: None,
-        }));
+            encoding: None,
+        }
     }
-    Ok(())
 }
 
 /// Writes all parts; no write is running any more when this returns.

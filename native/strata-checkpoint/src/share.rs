@@ -13,7 +13,8 @@ use crate::plan::{REQUEST_BYTES, block_range};
 
 /// A number for each block of a checkpoint: the same on every rank that has opened the same state.
 ///
-/// Counted by the length of the framed item, because the payload of a stock item is known only where it was looked at.
+/// Counted by the length of the framed item, because the payload of a stock item is known only where it was looked at;
+/// of what is encoded by the payload's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Numbering {
     /// Of each row, that of its first block; names of one payload share it.
@@ -34,8 +35,9 @@ impl Numbering {
             let first = *known.entry((item.object, item.item_offset, item.item_bytes)).or_insert(next);
             numbering.first.push(first);
             if first == next {
-                let blocks = item.item_bytes.div_ceil(BLOCK_BYTES);
-                let length = |block| block_range(block, item.item_bytes).end - block * BLOCK_BYTES;
+                let bytes = if item.encoding.is_some() { item.payload_bytes } else { item.item_bytes };
+                let blocks = bytes.div_ceil(BLOCK_BYTES);
+                let length = |block| block_range(block, bytes).end - block * BLOCK_BYTES;
                 numbering.bytes.extend((0..blocks).map(length));
                 numbering.payloads.push(next..numbering.bytes.len());
             }

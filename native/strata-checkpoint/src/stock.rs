@@ -59,6 +59,7 @@ impl Checkpoint {
                 digests: Digests::None,
                 inline: None,
                 whole_crc32: None,
+                encoding: None,
             });
         }
         items.sort_by(|a, b| (&a.fqn, &a.offsets).cmp(&(&b.fqn, &b.offsets)));

@@ -1,5 +1,6 @@
 //! Reading and checking everything that a checkpoint holds, within bounded memory.
 
+mod encoded;
 mod spans;
 
 use std::collections::{BTreeMap, HashSet};
@@ -10,6 +11,7 @@ use strata_io::digest::{DigestKind, crc32_combine, xxh3};
 use strata_io::lent::LentMut;
 use strata_io::{Error as IoError, Store};
 
+use self::encoded::Block;
 use self::spans::{Part, Span, spans};
 use crate::bounce;
 use crate::container::{Frame, Placement, TensorSpec};
@@ -62,7 +64,12 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint, progress: &Progr
         }
     };
     let sizes = object_sizes(store, &siblings, checkpoint, &mut findings).await;
-    let is_there = |item: &&Item| item.item_offset + item.item_bytes <= sizes[item.object as usize];
+    let base = |item: &Item| item.encoding.as_ref().and_then(|encoding| encoding.base.clone());
+    let is_there = |item: &&Item| {
+        let end_of_base = base(item).map(|base| (base.object, base.offset + item.payload_bytes));
+        let ends = [(item.object, item.item_offset + item.item_bytes)].into_iter().chain(end_of_base);
+        ends.into_iter().all(|(object, end)| end <= sizes[object as usize])
+    };
     let all = checkpoint.manifest.items.all();
     let items: Vec<&Item> = unique_items(&all).into_iter().filter(is_there).collect();
     // Objects of others may hold items between these that are not in this manifest, and stock's anything.
@@ -70,31 +77,30 @@ pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint, progress: &Progr
         let object = &checkpoint.manifest.objects[item.object as usize];
         checkpoint.source == Source::Strata && object.reference.is_none() && !is_our_safetensors(&object.name)
     };
-    let spans = spans(&items, is_zero_between);
-    progress.plan(spans.iter().map(Span::bytes).sum());
+    let (encoded, plain): (Vec<&Item>, Vec<&Item>) = items.into_iter().partition(|item| item.encoding.is_some());
+    let (spans, blocks) = (spans(&plain, is_zero_between), encoded::blocks(&encoded));
+    progress.plan(spans.iter().map(Span::bytes).sum::<u64>() + blocks.iter().map(Block::bytes).sum::<u64>());
     let place = Place { store, siblings: &siblings, checkpoint };
-    let checks: Vec<_> = spans.iter().map(|span| place.check(span).boxed()).collect();
+    let of_spans = spans.iter().map(|span| place.check(span).boxed());
+    let checks: Vec<_> = of_spans.chain(blocks.iter().map(|block| place.check_block(block).boxed())).collect();
     let mut results = stream::iter(checks).buffered(READS_AHEAD);
     let mut stats = ReadStats::default();
     let mut whole = WholeCrcs::default();
     let mut unreadable = HashSet::new();
     while let Some(checked) = results.next().await {
         stats.requests += 1;
-        progress.moved(checked.span.bytes());
-        let first = checked.span.parts[0].item;
+        progress.moved(checked.bytes);
         if let Some(error) = &checked.failed {
             // One sentence an object: what refuses one read most often refuses all.
-            if unreadable.insert(first.object) {
-                findings.add(error, format!("{:?}: {error}", first.name()));
+            if unreadable.insert(checked.first.object) {
+                findings.add(error, format!("{:?}: {error}", checked.first.name()));
             }
             continue;
         }
-        stats.bytes_read += checked.span.bytes();
+        stats.bytes_read += checked.bytes;
         stats.blocks_verified += checked.blocks;
         findings.problems.extend(checked.problems);
-        for (part, crc32) in checked.span.parts.iter().zip(checked.crcs) {
-            whole.add(part, crc32);
-        }
+        checked.crcs.iter().for_each(|(part, crc32)| whole.add(part, *crc32));
     }
     // What was not read whole has been said.
     let read_whole = whole.crcs.into_iter().filter(|(item, _)| !unreadable.contains(&item.object));
@@ -139,14 +145,22 @@ fn unique_items(items: &[Item]) -> Vec<&Item> {
     unique.into_values().collect()
 }
 
-/// What was found in one span.
+/// What was found in bytes that were read at once.
 struct Checked<'a> {
-    span: &'a Span<'a>,
-    /// Of each part's payload; 0 where its blocks have digests.
-    crcs: Vec<u32>,
+    /// The first item in them.
+    first: &'a Item,
+    bytes: u64,
+    /// Of payloads whose blocks have no digests.
+    crcs: Vec<(&'a Part<'a>, u32)>,
     blocks: u64,
     problems: Vec<String>,
     failed: Option<IoError>,
+}
+
+impl<'a> Checked<'a> {
+    fn of(first: &'a Item, bytes: u64) -> Self {
+        Self { first, bytes, crcs: Vec::new(), blocks: 0, problems: Vec::new(), failed: None }
+    }
 }
 
 /// Where the checkpoint's objects lie.
@@ -159,7 +173,7 @@ struct Place<'a> {
 impl Place<'_> {
     /// Reads a span, digested on the way, and compares.
     async fn check<'a>(&self, span: &'a Span<'a>) -> Checked<'a> {
-        let mut checked = Checked { span, crcs: Vec::new(), blocks: 0, problems: Vec::new(), failed: None };
+        let mut checked = Checked::of(span.parts[0].item, span.bytes());
         let object = &self.checkpoint.manifest.objects[span.object as usize];
         let is_ours = self.checkpoint.source == Source::Strata;
         let kind = if is_ours { DigestKind::Xxh3 } else { DigestKind::Crc32 };
@@ -168,7 +182,7 @@ impl Place<'_> {
         let place = self.siblings.place(self.store, object);
         match place.read_digested(&object.name, span.range.clone(), targets, kind).await {
             Ok(digests) if is_ours => self.compare(span, &found, &digests, &mut checked),
-            Ok(digests) => checked.crcs = span.crcs(&digests),
+            Ok(digests) => checked.crcs = span.parts.iter().zip(span.crcs(&digests)).collect(),
             Err(error) => checked.failed = Some(error),
         }
         drop(found);
@@ -199,7 +213,6 @@ impl Place<'_> {
             let is_framed = part.item.kind == Kind::Tensor && !is_our_safetensors(&stored.name);
             let problem = if is_framed { frame_problem(part.item, head, tail) } else { None };
             checked.problems.extend(problem.map(|what| format!("{:?} in {}: {what}", part.item.name(), object())));
-            checked.crcs.push(0);
         }
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use proptest::prelude::*;
+use strata_checkpoint::encoding::{Encoding, XorBase};
 use strata_checkpoint::item::{Entry, Item, Kind, Object, TensorEntry, num_blocks};
 use strata_checkpoint::manifest::{DecodeError, GROUP_ROWS, Key, Manifest, ManifestName, decode, encode};
 use strata_checkpoint::run::{CheckpointType, RunInfo};
@@ -32,6 +33,7 @@ fn item(fqn: &str, shape: &[u64], object: u32, offset: u64) -> Item {
         digests: (0..num_blocks(payload_bytes)).map(digest).collect(),
         inline: (payload_bytes <= 64).then(|| Box::new(Bytes::from(vec![5; payload_bytes as usize]))),
         whole_crc32: None,
+        encoding: None,
     }
 }
 
@@ -80,6 +82,7 @@ fn manifest(num_items: usize) -> Manifest {
             metrics: [("loss".to_owned(), 0.5)].into(),
             model_hash: Some("00ff".to_owned()),
         }),
+        ..Manifest::default()
     }
 }
 
@@ -221,6 +224,57 @@ fn two_items_with_one_name_and_place_are_refused() {
     let mut hostile = manifest(2);
     hostile.items[1] = hostile.items[0].clone();
     assert!(decode(&Bytes::from(encode(&hostile))).is_err());
+}
+
+/// `item` in frames, XORed with what `base` (object, offset) holds.
+fn encoded(item: Item, base: Option<(u32, u64)>) -> Item {
+    let blocks = num_blocks(item.payload_bytes);
+    let digests = (0..blocks).map(|block| u128::from(block) << 70 | 5).collect();
+    let base = base.map(|(object, offset)| XorBase { object, offset, digests });
+    let frames = (0..blocks).map(|block| (1000 + block as u32, u128::from(block) << 80 | 9));
+    let encoding = Encoding::new(frames, base, item.payload_bytes).expect("as many frames as blocks");
+    let item_bytes = encoding.stored_bytes();
+    Item { payload_skip: 0, item_bytes, inline: None, encoding: Some(Arc::new(encoding)), ..item }
+}
+
+#[test]
+fn encoded_rows_come_back_and_require_their_feature() {
+    let mut written = manifest(40);
+    for row in [4, 9, 14, 19, 34] {
+        written.items[row] = encoded(written.items[row].clone(), (row % 2 == 0).then_some((1, 77 + row as u64)));
+    }
+    let file = encode(&written);
+    assert!(file.windows(16).any(|bytes| bytes == b"encoded-payloads"));
+    written.is_encoded = true;
+    written.encoded_in_a_row = 3;
+    let read = decode(&Bytes::from(encode(&written))).expect("decodes");
+    assert_eq!(read, written);
+    assert_eq!(read.items[9].encoding.as_ref().map(|encoding| encoding.name()), Some("planes-zstd"));
+    assert_eq!(read.items[14].encoding.as_ref().map(|encoding| encoding.name()), Some("xor-planes-zstd"));
+    assert!(!encode(&manifest(40)).windows(16).any(|bytes| bytes == b"encoded-payloads"));
+}
+
+#[test]
+fn encoded_rows_that_do_not_fit_are_refused() {
+    type Change = fn(&mut Item);
+    let changes: [(&str, Change); 6] = [
+        ("frames that are not all of the item", |item| item.item_bytes += 1),
+        ("a payload that begins in the item's midst", |item| item.payload_skip = 64),
+        ("an inline copy", |item| item.inline = Some(Box::new(Bytes::from(vec![0; 1 << 23])))),
+        ("no tensor", |item| item.kind = Kind::TorchSave),
+        ("a base in no object", |item| *item = encoded(item.clone(), Some((2, 0)))),
+        ("a base behind its object", |item| *item = encoded(item.clone(), Some((1, (1 << 40) - 5)))),
+    ];
+    for (what, change) in changes {
+        let mut hostile = manifest(5);
+        let mut item = encoded(hostile.items[4].clone(), Some((1, 0)));
+        change(&mut item);
+        hostile.items[4] = item;
+        assert!(matches!(decode(&Bytes::from(encode(&hostile))), Err(DecodeError::Damaged(_))), "{what}");
+    }
+    for frames in [vec![(0, 1), (5, 1)], vec![(5 << 20, 1), (5, 1)], vec![(5, 1)]] {
+        assert!(Encoding::new(frames, None, 8 << 20).is_err());
+    }
 }
 
 #[test]

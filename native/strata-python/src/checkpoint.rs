@@ -68,6 +68,9 @@ pub(crate) struct Checkpoint {
     checkpoint: Mutex<Arc<core::Checkpoint>>,
 }
 
+/// fqn, encoding, bytes that it takes, bytes of the payload, object of the base.
+type RawEncoding<'py> = (Bound<'py, PyBytes>, &'static str, u64, u64, Option<String>);
+
 /// fqn, object, offset, bytes, dtype, shape.
 type RawPlain = (Vec<u8>, String, u64, u64, String, Vec<u64>);
 
@@ -217,6 +220,25 @@ impl Checkpoint {
             entries.push(stock_to_py(py, StockEntry::of(item.clone(), manifest.path_of(item.object))));
         });
         entries
+    }
+
+    #[getter]
+    fn is_encoded(&self) -> bool {
+        self.now().manifest.is_encoded
+    }
+
+    fn encodings<'py>(&self, py: Python<'py>) -> Vec<RawEncoding<'py>> {
+        let checkpoint = self.now();
+        let manifest = &checkpoint.manifest;
+        let mut found = Vec::new();
+        manifest.items.each(|item| {
+            if let Some(encoding) = &item.encoding {
+                let base = encoding.base.as_ref().map(|base| manifest.path_of(base.object));
+                let fqn = PyBytes::new(py, &item.fqn);
+                found.push((fqn, encoding.name(), item.item_bytes, item.payload_bytes, base));
+            }
+        });
+        found
     }
 
     fn objects(&self) -> Vec<(String, u64)> {

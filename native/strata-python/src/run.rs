@@ -258,10 +258,21 @@ pub(crate) struct Parent {
 #[pymethods]
 impl Parent {
     #[staticmethod]
-    fn open(py: Python<'_>, store: &Store, checkpoint_id: String) -> PyResult<Self> {
+    #[pyo3(signature = (store, checkpoint_id, *, encode = false))]
+    fn open(py: Python<'_>, store: &Store, checkpoint_id: String, encode: bool) -> PyResult<Self> {
         let (store, _) = store.open()?;
         let parent = wait(py, async move { strata_checkpoint::Parent::open(&*store, &checkpoint_id).await })?;
-        Ok(Self { parent: Arc::new(parent) })
+        Ok(Self { parent: Arc::new(if encode { parent.encoding() } else { parent }) })
+    }
+
+    #[staticmethod]
+    fn none() -> Self {
+        Self { parent: Arc::new(strata_checkpoint::Parent::none().encoding()) }
+    }
+
+    #[getter]
+    fn encoded_in_a_row(&self) -> u32 {
+        self.parent.encoded_in_a_row()
     }
 
     #[getter]

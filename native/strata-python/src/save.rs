@@ -29,6 +29,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(write_safetensors, module)?)?;
     module.add_function(wrap_pyfunction!(rewrite_safetensors, module)?)?;
     module.add_function(wrap_pyfunction!(record_objects, module)?)?;
+    module.add_function(wrap_pyfunction!(record_encoded, module)?)?;
     module.add_function(wrap_pyfunction!(commit, module)?)
 }
 
@@ -252,6 +253,11 @@ fn kind_of(code: u32) -> PyResult<Kind> {
 fn record_objects(record: &[u8]) -> PyResult<Vec<(String, u64)>> {
     let objects = RankRecord::own_objects(record).map_err(to_py)?;
     Ok(objects.into_iter().map(|object| (object.name, object.size)).collect())
+}
+
+#[pyfunction]
+fn record_encoded(record: &[u8]) -> PyResult<(u64, u64)> {
+    RankRecord::encoded(record).map_err(to_py)
 }
 
 /// fqn, offsets, index, object, offset, length.

@@ -29,11 +29,12 @@ impl Promises {
 
 /// One manifest of all records, if they hold each promised item once and nothing else. Its items are beside it.
 pub(super) fn merge(records: Records, promises: Promises) -> Result<(Manifest, PackedItems)> {
-    let Records { objects, references, mut items, payload_bytes, .. } = records;
+    let Records { objects, references, mut items, payload_bytes, encoded_in_a_row, .. } = records;
     items.sort();
     check_promises(&items, &promises)?;
     let entries = promises.entries;
-    Ok((Manifest { objects, references, payload_bytes, entries, ..Manifest::default() }, items))
+    let manifest = Manifest { objects, references, payload_bytes, entries, encoded_in_a_row, ..Manifest::default() };
+    Ok((manifest, items))
 }
 
 fn check_promises(items: &PackedItems, promises: &Promises) -> Result<()> {

@@ -1,6 +1,7 @@
 //! Digests of what was read, against those that were written.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -21,15 +22,19 @@ pub(crate) fn verify_block(item: &Item, block: u64, found: u128, object: impl Fn
         return Ok(());
     }
     let range = block_range(block, item.payload_bytes);
-    let start = item.payload_offset() + range.start;
-    Err(Error::Checksum {
-        object: object(),
+    Err(mismatch(item, item.stored_range(block, &range), (expected, found), object()))
+}
+
+/// The error of bytes at `stored` in `object` that have another digest than was `expected`.
+pub(crate) fn mismatch(item: &Item, stored: Range<u64>, (expected, found): (u128, u128), object: String) -> Error {
+    Error::Checksum {
+        object,
         expected: format!("xxh3 {expected:#034x}"),
         found: format!("{found:#034x}"),
-        start,
-        end: start + (range.end - range.start),
+        start: stored.start,
+        end: stored.end,
         fqn: item.name(),
-    })
+    }
 }
 
 /// One block of a payload that has no digest of its own.

@@ -210,7 +210,7 @@ fn is_for(piece: &Piece, needers: &[u32]) -> bool {
 fn whole_block(read: BlockRead, items: &Items) -> BlockRead {
     let item = &items[read.row];
     let payload = block_range(read.block, item.payload_bytes);
-    let file = item.payload_offset() + payload.start..item.payload_offset() + payload.end;
+    let file = item.stored_range(read.block, &payload);
     BlockRead { payload, file, ..read }
 }
 

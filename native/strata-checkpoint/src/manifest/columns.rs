@@ -2,6 +2,7 @@
 
 use strata_proto::v1::{ItemGroup, TensorGroup};
 
+use crate::encoding::Encoding;
 use crate::item::{Entry, Item, TensorEntry};
 
 /// Names share prefixes, so that a small file could unfold to any size; no name of ours is longer.
@@ -15,7 +16,7 @@ pub fn encode_items(items: &[Item]) -> (ItemGroup, Vec<u8>, Vec<u8>) {
     let mut group = ItemGroup::default();
     let (mut digests, mut inline) = (Vec::new(), Vec::new());
     let mut names = FrontCoder::default();
-    let mut dtypes = Dictionary::default();
+    let (mut dtypes, mut encodings) = (Dictionary::default(), Dictionary::default());
     for item in items {
         let (shared, rest) = names.push(&item.fqn, &mut group.fqn_bytes);
         group.fqn_shared.push(shared);
@@ -35,7 +36,10 @@ pub fn encode_items(items: &[Item]) -> (ItemGroup, Vec<u8>, Vec<u8>) {
         }
         group.index_plus_one.push(item.index.map_or(0, |i| i + 1));
         group.inline_plus_one.push(item.inline.as_ref().map_or(0, |b| b.len() as u32 + 1));
-        group.encoding.push(0);
+        group.encoding.push(item.encoding.as_ref().map_or(0, |encoding| encodings.code(encoding.name()) + 1));
+        if let Some(encoding) = &item.encoding {
+            encode_encoding(encoding, &mut group);
+        }
         inline.extend(item.inline.iter().flat_map(|bytes| bytes.iter()));
         for digest in item.digests.iter() {
             digests.extend(digest.crc32.to_le_bytes());
@@ -43,7 +47,19 @@ pub fn encode_items(items: &[Item]) -> (ItemGroup, Vec<u8>, Vec<u8>) {
         }
     }
     group.dtypes = dtypes.words;
+    group.encodings = encodings.words;
     (group, digests, inline)
+}
+
+fn encode_encoding(encoding: &Encoding, group: &mut ItemGroup) {
+    let base = encoding.base.as_ref();
+    for (block, frame) in encoding.frames.iter().enumerate() {
+        group.frames.extend(frame.bytes.to_le_bytes());
+        group.frames.extend(frame.xxh3.to_le_bytes());
+        group.frames.extend(base.iter().flat_map(|base| base.digests[block].to_le_bytes()));
+    }
+    group.base_object.extend(base.map(|base| base.object));
+    group.base_offset.extend(base.map(|base| base.offset));
 }
 
 /// One group's columns; `entries` come with their position in the state_dict.
@@ -143,6 +159,10 @@ impl<'a, T: Clone> Cursor<'a, T> {
 
     fn take(&mut self, count: usize) -> Result<Vec<T>, Fault> {
         Ok(self.slice(count)?.to_vec())
+    }
+
+    pub fn left(&self) -> usize {
+        self.left.len()
     }
 
     pub fn slice(&mut self, count: usize) -> Result<&'a [T], Fault> {

@@ -10,6 +10,7 @@ use strata_proto::v1::section::Kind;
 use super::columns::{Fault, decode_entries};
 use super::items::Stored;
 use super::{MAGIC, Manifest, READER_VERSION};
+use crate::encoding::FEATURE;
 use crate::item::{Entry, Object};
 use crate::run::{CheckpointType, RunInfo};
 
@@ -112,7 +113,7 @@ fn header_of(file: &[u8]) -> Result<(v1::ManifestHeader, usize), DecodeError> {
         let fault = format!("needs a reader of format version {needed}, this one implements {READER_VERSION}");
         return Err(DecodeError::Unsupported(fault));
     }
-    if let Some(feature) = header.required_features.first() {
+    if let Some(feature) = header.required_features.iter().find(|feature| *feature != FEATURE) {
         let fault = format!("needs the feature {feature:?}, which this reader does not know");
         return Err(DecodeError::Unsupported(fault));
     }
@@ -147,6 +148,8 @@ fn from_header(header: &v1::ManifestHeader) -> Result<Manifest, DecodeError> {
         references: header.references.iter().map(|r| (r.checkpoint_id.clone(), r.save_id.clone())).collect(),
         payload_bytes: header.payload_bytes,
         run: header.run.as_ref().map(run_info).transpose()?,
+        is_encoded: header.required_features.iter().any(|feature| feature == FEATURE),
+        encoded_in_a_row: header.encoded_in_a_row,
         ..Manifest::default()
     })
 }

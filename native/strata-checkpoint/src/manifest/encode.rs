@@ -7,6 +7,7 @@ use strata_proto::v1::section::Kind;
 
 use super::columns::{encode_entries, encode_items};
 use super::{GROUP_ROWS, MAGIC, Manifest, READER_VERSION};
+use crate::encoding::FEATURE;
 use crate::item::{Item, Object};
 use crate::run::RunInfo;
 
@@ -24,13 +25,14 @@ pub(crate) fn encode_with(manifest: &Manifest, mut items: impl Iterator<Item = I
         let ends = (&*rows[0].1.fqn, &*rows[rows.len() - 1].1.fqn);
         body.push(Kind::Tensors, &encode_entries(rows).encode_to_vec(), rows.len(), ends);
     }
-    let mut num_items = 0;
+    let (mut num_items, mut is_encoded) = (0, false);
     loop {
         let rows: Vec<Item> = items.by_ref().take(GROUP_ROWS).collect();
         if rows.is_empty() {
             break;
         }
         num_items += rows.len() as u64;
+        is_encoded |= rows.iter().any(|row| row.encoding.is_some());
         let ends = (&*rows[0].fqn, &*rows[rows.len() - 1].fqn);
         let (group, digests, inline) = encode_items(&rows);
         body.push(Kind::Items, &group.encode_to_vec(), rows.len(), ends);
@@ -41,7 +43,7 @@ pub(crate) fn encode_with(manifest: &Manifest, mut items: impl Iterator<Item = I
 
     let header = v1::ManifestHeader {
         min_reader_version: READER_VERSION,
-        required_features: Vec::new(),
+        required_features: is_encoded.then(|| FEATURE.to_owned()).into_iter().collect(),
         writer: concat!("torch_strata ", env!("CARGO_PKG_VERSION")).to_owned(),
         save_id: manifest.save_id.clone(),
         previous_save_id: manifest.previous_save_id.clone(),
@@ -56,6 +58,7 @@ pub(crate) fn encode_with(manifest: &Manifest, mut items: impl Iterator<Item = I
         num_items,
         payload_bytes: manifest.payload_bytes,
         run: manifest.run.as_ref().map(stored_run),
+        encoded_in_a_row: manifest.encoded_in_a_row,
     }
     .encode_to_vec();
 

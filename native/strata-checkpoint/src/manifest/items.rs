@@ -184,6 +184,17 @@ impl Stored {
             if row.extent.item_offset + row.extent.item_bytes > object.size {
                 return Err(format!("{:?} ends behind the {} bytes of {}", name(), object.size, object.name));
             }
+            if let Some(base) = row.encoding.as_ref().and_then(|encoding| encoding.base.as_ref()) {
+                let object = &objects[base.object as usize];
+                if base.offset.checked_add(row.extent.payload_bytes).is_none_or(|end| end > object.size) {
+                    return Err(format!(
+                        "the base of {:?} ends behind the {} bytes of {}",
+                        name(),
+                        object.size,
+                        object.name
+                    ));
+                }
+            }
             if last.as_ref().is_some_and(|last| borrowed(last) >= (row.fqn, row.offsets)) {
                 return Err(format!("{:?} stands twice or out of order", name()));
             }

@@ -9,9 +9,13 @@ use strata_io::digest::BlockDigest;
 use strata_proto::v1::ItemGroup;
 
 use super::columns::{Cursor, Fault, FrontDecoder, same_length};
+use crate::encoding::{Encoding, XorBase};
 use crate::item::{Item, Kind, num_blocks};
 
 const DIGEST_BYTES: usize = 20;
+/// Of one block of an encoded row: the frame's length and XXH3-128; and the XXH3-128 of the base's block.
+const FRAME_BYTES: usize = 4 + XXH3_BYTES;
+const XXH3_BYTES: usize = 16;
 /// torch stops at 64 dims; more is an attack on our memory, not a tensor.
 const MAX_DIMS: usize = 64;
 
@@ -44,6 +48,8 @@ pub(crate) struct Extent<'a> {
     pub item_bytes: u64,
     pub payload_skip: u64,
     pub payload_bytes: u64,
+    /// What the frames of an encoded payload take.
+    pub encoded_bytes: Option<u64>,
 }
 
 impl<'a> From<&'a Item> for Extent<'a> {
@@ -57,6 +63,7 @@ impl<'a> From<&'a Item> for Extent<'a> {
             item_bytes: item.item_bytes,
             payload_skip: item.payload_skip,
             payload_bytes: item.payload_bytes,
+            encoded_bytes: item.encoding.as_ref().map(|encoding| encoding.stored_bytes()),
         }
     }
 }
@@ -65,7 +72,8 @@ impl Extent<'_> {
     /// Checks that payload and geometry stay within the item, so that later arithmetic cannot overflow.
     pub fn check(&self) -> Result<(), Fault> {
         let item_end = self.item_offset.checked_add(self.item_bytes).ok_or("the item's end overflows")?;
-        let payload_end = self.payload_skip.checked_add(self.payload_bytes).ok_or("the payload's end overflows")?;
+        let stored_bytes = self.encoded_bytes.unwrap_or(self.payload_bytes);
+        let payload_end = self.payload_skip.checked_add(stored_bytes).ok_or("the payload's end overflows")?;
         if payload_end > self.item_bytes || item_end > i64::MAX as u64 {
             return Err(format!("the payload ends at {payload_end} of an item of {} bytes", self.item_bytes));
         }
@@ -96,12 +104,14 @@ pub(super) struct Row<'a> {
     pub extent: Extent<'a>,
     digests: &'a [u8],
     inline: Option<Range<usize>>,
+    pub encoding: Option<Arc<Encoding>>,
 }
 
 impl Row<'_> {
     /// A value of its own; `inline` is what the group's rows carry inline.
     pub fn item(&self, inline: &Bytes, shared: &mut Shared) -> Item {
-        let Extent { kind, dtype, shape, strides, item_offset, item_bytes, payload_skip, payload_bytes } = self.extent;
+        let Extent { kind, dtype, shape, strides, item_offset, item_bytes, payload_skip, payload_bytes, .. } =
+            self.extent;
         Item {
             fqn: shared.names.of(self.fqn),
             offsets: self.offsets.map(|offsets| shared.dims.of(offsets)),
@@ -118,6 +128,7 @@ impl Row<'_> {
             digests: self.digests.chunks_exact(DIGEST_BYTES).map(read_digest).collect(),
             inline: self.inline.clone().map(|range| Box::new(inline.slice(range))),
             whole_crc32: None,
+            encoding: self.encoding.clone(),
         }
     }
 }
@@ -132,6 +143,9 @@ pub(super) struct Rows<'a> {
     shapes: Cursor<'a, u64>,
     strides: Cursor<'a, u64>,
     offsets: Cursor<'a, u64>,
+    frames: Cursor<'a, u8>,
+    base_objects: Cursor<'a, u32>,
+    base_offsets: Cursor<'a, u64>,
     row: usize,
     inline_at: usize,
 }
@@ -173,6 +187,9 @@ impl<'a> Rows<'a> {
             shapes: Cursor::new(&group.shape, "shape"),
             strides: Cursor::new(&group.strides, "strides"),
             offsets: Cursor::new(&group.offsets, "offsets"),
+            frames: Cursor::new(&group.frames, "frames"),
+            base_objects: Cursor::new(&group.base_object, "base_object"),
+            base_offsets: Cursor::new(&group.base_offset, "base_offset"),
             row: 0,
             inline_at: 0,
         })
@@ -188,10 +205,6 @@ impl<'a> Rows<'a> {
             return self.end().map(|()| None);
         }
         self.row += 1;
-        if let Some(encoding) = group.encoding[row].checked_sub(1) {
-            let name = group.encodings.get(encoding as usize).map_or("?", String::as_str);
-            return Err(format!("row {row} has the encoding {name:?}, which this reader does not know"));
-        }
         if group.object[row] as usize >= self.num_objects {
             return Err(format!("row {row} points to object {} of {}", group.object[row], self.num_objects));
         }
@@ -199,6 +212,7 @@ impl<'a> Rows<'a> {
         let digests = self.digests_of(payload_bytes)?;
         let inline = self.inline_of(row, payload_bytes)?;
         let [offsets, shape, strides] = self.dims_of(row)?;
+        let encoding = self.encoding_of(row, payload_bytes)?;
         let extent = Extent {
             kind: Kind::from_code(group.kind[row]).ok_or_else(|| format!("row {row} has kind {}", group.kind[row]))?,
             dtype: group.dtypes.get(group.dtype[row] as usize).ok_or("a dtype is not in the dictionary")?,
@@ -208,11 +222,15 @@ impl<'a> Rows<'a> {
             item_bytes: group.item_bytes[row],
             payload_skip: group.payload_skip[row],
             payload_bytes,
+            encoded_bytes: encoding.as_ref().map(|encoding| encoding.stored_bytes()),
         };
+        if encoding.is_some() && (extent.kind != Kind::Tensor || inline.is_some() || extent.payload_skip > 0) {
+            return Err(format!("row {row} is encoded, and no tensor stored in frames alone"));
+        }
         extent.check().map_err(|fault| format!("row {row}: {fault}"))?;
         let fqn = self.names.next(group.fqn_shared[row], group.fqn_rest[row])?;
         let (index, object) = (group.index_plus_one[row].checked_sub(1), group.object[row]);
-        Ok(Some(Row { fqn, offsets, index, object, extent, digests, inline }))
+        Ok(Some(Row { fqn, offsets, index, object, extent, digests, inline, encoding }))
     }
 
     fn digests_of(&mut self, payload_bytes: u64) -> Result<&'a [u8], Fault> {
@@ -236,6 +254,33 @@ impl<'a> Rows<'a> {
         Ok(Some(range))
     }
 
+    fn encoding_of(&mut self, row: usize, payload_bytes: u64) -> Result<Option<Arc<Encoding>>, Fault> {
+        let Some(number) = self.group.encoding[row].checked_sub(1) else { return Ok(None) };
+        let name = self.group.encodings.get(number as usize).map_or("?", String::as_str);
+        let takes_base = Encoding::takes_base(name)
+            .ok_or_else(|| format!("row {row} has the encoding {name:?}, which this reader does not know"))?;
+        let entry_bytes = FRAME_BYTES + if takes_base { XXH3_BYTES } else { 0 };
+        let length = (num_blocks(payload_bytes) as usize).checked_mul(entry_bytes).ok_or("the frames end early")?;
+        let entries = self.frames.slice(length)?.chunks_exact(entry_bytes);
+        let base = match takes_base {
+            false => None,
+            true => Some(XorBase {
+                object: self.base_objects.slice(1)?[0],
+                offset: self.base_offsets.slice(1)?[0],
+                digests: entries.clone().map(|entry| read_xxh3(&entry[FRAME_BYTES..])).collect(),
+            }),
+        };
+        if let Some(base) = base.as_ref().filter(|base| base.object as usize >= self.num_objects) {
+            return Err(format!("row {row} has its base in object {} of {}", base.object, self.num_objects));
+        }
+        let frames = entries.map(|entry| {
+            let bytes = u32::from_le_bytes(entry[..4].try_into().expect("4 bytes"));
+            (bytes, read_xxh3(&entry[4..FRAME_BYTES]))
+        });
+        let encoding = Encoding::new(frames, base, payload_bytes).map_err(|fault| format!("row {row}: {fault}"))?;
+        Ok(Some(Arc::new(encoding)))
+    }
+
     /// Offsets, shape and strides, of a row that has a place in a tensor.
     fn dims_of(&mut self, row: usize) -> Result<[Option<&'a [u64]>; 3], Fault> {
         let Some(num_dims) = (self.group.num_dims_plus_one[row] as usize).checked_sub(1) else { return Ok([None; 3]) };
@@ -247,7 +292,12 @@ impl<'a> Rows<'a> {
     }
 
     fn end(&self) -> Result<(), Fault> {
-        for (what, left) in [("digests", self.digests.len()), ("inline payloads", self.inline_bytes - self.inline_at)] {
+        let left = [
+            ("digests", self.digests.len()),
+            ("inline payloads", self.inline_bytes - self.inline_at),
+            ("frames", self.frames.left()),
+        ];
+        for (what, left) in left {
             if left > 0 {
                 return Err(format!("{left} bytes of {what} belong to no row"));
             }
@@ -300,10 +350,11 @@ impl Words {
     }
 }
 
+fn read_xxh3(raw: &[u8]) -> u128 {
+    u128::from_le_bytes(raw.try_into().expect("16 bytes"))
+}
+
 fn read_digest(raw: &[u8]) -> BlockDigest {
     let (crc32, xxh3) = raw.split_at(4);
-    BlockDigest {
-        crc32: u32::from_le_bytes(crc32.try_into().expect("4 bytes")),
-        xxh3: u128::from_le_bytes(xxh3.try_into().expect("16 bytes")),
-    }
+    BlockDigest { crc32: u32::from_le_bytes(crc32.try_into().expect("4 bytes")), xxh3: read_xxh3(xxh3) }
 }

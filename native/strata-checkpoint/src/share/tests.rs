@@ -26,6 +26,7 @@ fn item(object: u32, item_offset: u64, item_bytes: u64) -> Item {
         digests: Digests::None,
         inline: None,
         whole_crc32: None,
+        encoding: None,
     }
 }
 

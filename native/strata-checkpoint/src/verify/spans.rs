@@ -168,6 +168,7 @@ mod tests {
             digests: Digests::default(),
             inline: None,
             whole_crc32: None,
+            encoding: None,
         }
     }
 
