@@ -11,7 +11,7 @@ use bytes::Bytes;
 use strata_checkpoint::item::{Entry, Kind, TensorEntry};
 use strata_checkpoint::servable::INDEX_NAME;
 use strata_checkpoint::{
-    Commit, CommitStats, Error, Payload, Promises, Reading, Records, SaveItem, commit, open, open_base,
+    Commit, CommitStats, Error, Payload, Progress, Promises, Reading, Records, SaveItem, commit, open, open_base,
     rewrite_safetensors, verify, write_items,
 };
 use strata_io::schedule::ByteBudget;
@@ -136,7 +136,7 @@ async fn make_whole(store: &Arc<dyn Store>, save_id: &str) -> Result<CommitStats
 /// Every element, found by what the manifest says, is what was saved; whether it is in one piece.
 async fn is_whole(store: &dyn Store) -> bool {
     let opened = open(store, None).await.expect("opens");
-    let (_, findings) = verify(store, &opened).await;
+    let (_, findings) = verify(store, &opened, &Progress::default()).await;
     assert!(findings.problems.is_empty() && findings.unchecked.is_empty(), "{findings:?}");
     let mut elements = 0;
     for item in opened.manifest.items.all().iter() {
