@@ -110,10 +110,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for dtype in (torch.bfloat16, torch.float32):
-            for between in (1, 10, 100):
-                ratios(Path(folder) / f"{dtype}-{between}", dtype, between, options.rounds + 1)
         rates(Path(folder), options.megabytes * 1_000_000, options.rounds)
+        for dtype in (torch.bfloat16, torch.float32):
+            for between in (1, 10):
+                ratios(Path(folder) / f"{dtype}-{between}", dtype, between, options.rounds + 1)
 
 
 if __name__ == "__main__":

@@ -224,8 +224,10 @@ impl<'a> Rows<'a> {
             payload_bytes,
             encoded_bytes: encoding.as_ref().map(|encoding| encoding.stored_bytes()),
         };
-        if encoding.is_some() && (extent.kind != Kind::Tensor || inline.is_some() || extent.payload_skip > 0) {
-            return Err(format!("row {row} is encoded, and no tensor stored in frames alone"));
+        let is_in_frames_alone = |bytes| extent.payload_skip == 0 && extent.item_bytes == bytes;
+        let is_plain_tensor = extent.kind == Kind::Tensor && inline.is_none();
+        if extent.encoded_bytes.is_some_and(|bytes| !is_in_frames_alone(bytes) || !is_plain_tensor) {
+            return Err(format!("row {row} is encoded, and no tensor that is stored in frames alone"));
         }
         extent.check().map_err(|fault| format!("row {row}: {fault}"))?;
         let fqn = self.names.next(group.fqn_shared[row], group.fqn_rest[row])?;
