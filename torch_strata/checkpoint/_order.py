@@ -11,7 +11,7 @@ from torch_strata.errors import ConfigError
 if TYPE_CHECKING:
     from torch_strata._types import RunInfo
 
-__all__ = ["SaveOrder", "check_step", "make_order"]
+__all__ = ["SaveOrder", "check_step", "folder_of", "make_order"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,7 @@ def make_order(
     *,
     overwrite: bool,
 ) -> SaveOrder:
-    try:
-        kind = CheckpointType(checkpoint_type)
-    except ValueError:
-        expected = ", ".join(CheckpointType)
-        raise ConfigError(f"checkpoint_type: expected {expected}, found {checkpoint_type!r}") from None
+    kind = _check_type(checkpoint_type)
     if type(epoch) is not int or not 0 <= epoch < 1 << 63:
         raise ConfigError(f"epoch: expected an int of at least 0, found {epoch!r}")
     for key, value in (metadata or {}).items():
@@ -83,3 +79,16 @@ def check_step(step: object) -> int:
     if type(step) is not int or not 0 <= step < 1 << 63:
         raise ConfigError(f"step: expected an int of at least 0, found {step!r}")
     return step
+
+
+def folder_of(step: object, checkpoint_type: CheckpointType | str) -> str:
+    """Name, below the run's root, of the folder of such a checkpoint."""
+    return _native.run_folder(check_step(step), _check_type(checkpoint_type).value)
+
+
+def _check_type(checkpoint_type: CheckpointType | str) -> CheckpointType:
+    try:
+        return CheckpointType(checkpoint_type)
+    except ValueError:
+        expected = ", ".join(CheckpointType)
+        raise ConfigError(f"checkpoint_type: expected {expected}, found {checkpoint_type!r}") from None
