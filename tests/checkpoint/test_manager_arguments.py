@@ -35,8 +35,9 @@ def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
         ({"no_dist": "no"}, "no_dist: expected a bool, found 'no'"),
         ({"storage_options": {"colour": "red"}}, 'no option "colour" for local stores'),
         ({"storage_options": ["region"]}, "storage_options: expected a mapping"),
-        ({"trusted_classes": "numpy"}, "trusted_classes: expected a sequence"),
-        ({"trusted_classes": 3}, "trusted_classes: expected a sequence"),
+        ({"trusted_classes": "numpy"}, "trusted_classes: expected a class or function"),
+        ({"trusted_classes": 3}, "trusted_classes: expected classes or functions"),
+        ({"allow_dtype_cast": 1}, "allow_dtype_cast: expected a bool"),
     ],
 )
 def test_a_setting_is_refused_where_it_is_given(tmp_path: Path, settings: dict[str, Any], words: str) -> None:

@@ -1,9 +1,7 @@
 """The arguments of a manager, checked. Imports no torch."""
 
 import os
-from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
 
 from torch_strata import _native
 from torch_strata.checkpoint._store import open_store
@@ -11,7 +9,7 @@ from torch_strata.checkpoint.retention import KeepAll, KeepLast, Retention
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError
 
-__all__ = ["check_choice", "check_span", "check_store", "policy_of", "root_of", "trusted_of"]
+__all__ = ["check_choice", "check_span", "check_store", "policy_of", "root_of"]
 
 
 def root_of(path: str | os.PathLike[str] | None, bucket: str | None, storage_type: str | None) -> str:
@@ -81,14 +79,3 @@ def check_choice(name: str, value: object, first: str, second: str) -> None:
     """
     if value not in (first, second):
         raise ConfigError(f"{name}: expected {first!r} or {second!r}, found {value!r}")
-
-
-def trusted_of(classes: Iterable[Any]) -> tuple[Any, ...]:
-    """What a load may build.
-
-    Raises:
-        ConfigError: If it is no sequence of classes.
-    """
-    if isinstance(classes, str) or not isinstance(classes, Iterable):
-        raise ConfigError(f"trusted_classes: expected a sequence, found {classes!r}")
-    return tuple(classes)

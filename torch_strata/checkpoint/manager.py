@@ -7,7 +7,7 @@ through `async_save` and DCP.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -19,14 +19,16 @@ from torch_strata import _native
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._generation import generation_of
 from torch_strata.checkpoint._order import SaveOrder, check_name, check_step, make_order
+from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
-from torch_strata.checkpoint._run_settings import check_choice, check_span, check_store, policy_of, root_of, trusted_of
+from torch_strata.checkpoint._run_settings import check_choice, check_span, check_store, policy_of, root_of
 from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
 from torch_strata.checkpoint._store import check_flag, resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle
 from torch_strata.checkpoint.metrics import write_text
+from torch_strata.checkpoint.reader import checked_classes
 from torch_strata.checkpoint.restore import DAMAGE, restore, together
 from torch_strata.checkpoint.retention import Retention, best_of, best_policies
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
@@ -65,6 +67,7 @@ class CheckpointManager:
         max_age: If no save has been committed for so long, and one failed since or has been under way for as long,
             `save` raises what the last one failed at. Time in which nobody saved does not count.
         on_torn: Whether a state that another thread changes while it is copied is logged, or refused by `save`.
+        allow_dtype_cast: As StrataReader, for loads.
         trusted_classes: As StrataReader, for loads.
 
     Raises:
@@ -87,7 +90,8 @@ class CheckpointManager:
         on_failure: OnFailure = "raise",
         max_age: timedelta | None = None,
         on_torn: OnTorn = "warn",
-        trusted_classes: Any = (),
+        allow_dtype_cast: bool = False,
+        trusted_classes: Sequence[Trusted] = (),
     ) -> None:
         self._root = root_of(storage_path, bucket, storage_type)
         self._config = resolve_config(config, storage_options)
@@ -104,7 +108,10 @@ class CheckpointManager:
         check_choice("on_torn", on_torn, "warn", "raise")
         self._on_torn: OnTorn = on_torn
         self._record = RunRecord(self._root, [best.metric for best in best_policies(self._retention)])
-        self._trusted = trusted_of(trusted_classes)
+        self._reading = {
+            "allow_dtype_cast": check_flag("allow_dtype_cast", allow_dtype_cast),
+            "trusted_classes": checked_classes(trusted_classes),
+        }
         self._handles: list[CheckpointHandle] = []
 
     @property
@@ -436,18 +443,15 @@ class CheckpointManager:
             config=self._config,
             process_group=self._group,
             no_dist=self._alone,
-            trusted_classes=self._trusted,
+            **self._reading,
         )
 
     def _set_aside(self, found: CheckpointMetadata, error: BaseException) -> None:
-        _logger.error(
-            "%s is damaged and is passed over; nothing of it is removed: %s: %s",
-            found.path,
-            type(error).__name__,
-            error,
-        )
+        _logger.debug("%s is damaged", found.path, exc_info=error)
         if self._rank != 0:
             return
+        what = type(error).__name__, error
+        _logger.error("%s is damaged and is passed over; nothing of it is removed: %s: %s", found.path, *what)
         folder = _native.run_folder(found.step, found.checkpoint_type.value)
         try:
             if found in self.all():  # and was not removed while it was read
