@@ -19,6 +19,7 @@ SHARED_MAY_IMPORT = {
     "_native": {"_native_run", "_types"},
     "_native_run": {"_native", "_types"},  # a stub that _native's own, for its length, is divided into
     "errors": set(),
+    "__main__": {"cli"},
     "_types": set(),
     "_world": {"errors"},
     "config": {"errors"},

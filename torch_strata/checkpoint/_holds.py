@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch_strata import _native
+from torch_strata.checkpoint._order import check_name
 from torch_strata.checkpoint._store import open_store
 from torch_strata.config import StorageConfig
-from torch_strata.errors import ConfigError, ObjectNotFoundError
+from torch_strata.errors import ObjectNotFoundError
 
 __all__ = ["held", "release"]
 
@@ -24,7 +25,8 @@ def held(run: _native.Run, folder: str, who: str) -> Iterator[None]:
     Raises:
         CheckpointNotFoundError: If nothing is committed there.
     """
-    pin = f"{_checked(who)}.{secrets.token_hex(_NONCE_BYTES)}"
+    check_name(who)
+    pin = f"{who}.{secrets.token_hex(_NONCE_BYTES)}"
     run.pin(folder, pin)
     try:
         yield
@@ -38,21 +40,16 @@ def release(run: _native.Run, root: str, config: StorageConfig, folder: str, who
     Raises:
         StorageError: If the store fails.
     """
+    check_name(who)
     try:
         names = [name for name, _ in open_store(root, config).list(f"{folder}/{_PINS}")]
     except ObjectNotFoundError:
         return 0
     pins = [pin for name in names if (pin := name.rpartition("/")[2]).startswith(_PIN)]
-    his = [pin for pin in pins if _holder(pin.removeprefix(_PIN)) == _checked(who)]
+    his = [pin for pin in pins if _holder(pin.removeprefix(_PIN)) == who]
     for pin in his:
         run.unpin(folder, pin.removeprefix(_PIN))
     return len(his)
-
-
-def _checked(who: str) -> str:
-    if not isinstance(who, str) or not who or "/" in who:
-        raise ConfigError(f"who: expected a name without a slash, found {who!r}")
-    return who
 
 
 def _holder(pin: str) -> str:

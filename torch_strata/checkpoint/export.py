@@ -89,16 +89,20 @@ def export_safetensors(
     Raises:
         CheckpointNotFoundError: If nothing is committed at the source.
         CheckpointExistsError: If a checkpoint is at the destination.
-        CheckpointError: If a tensor cannot be held by the format; nothing is written then.
+        CheckpointError: If a tensor cannot be held by the format, or there is none; nothing is written then.
         CorruptionError: If what is read is damaged; what was written is removed.
         StorageError: If a store fails.
     """
     settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
     content = open_content(source, settings.source, rank=rank)
+    content.check_state()
     store = open_store(destination, settings.destination)
     _check_free(store, os.fspath(destination))
     chosen = _choose(content, key)
     tensors = [(item.name, content.tensors[item.fqn]) for item in chosen if item.fqn in content.tensors]
+    if not tensors:
+        below = "" if key is None else f" below the key {key!r:.200}"
+        raise CheckpointError(f"{content.where}: no tensor is{below or ' in it'}, and safetensors hold nothing else")
     for name, tensor in tensors:
         _check_safetensors(content, name, tensor)
     shards = _shards(tensors, max_shard_bytes)
@@ -146,11 +150,13 @@ def export_torch(
 
     Raises:
         CheckpointExistsError: If the file is there.
-        CheckpointError: If a value is of a class that ``weights_only`` does not load; nothing is written then.
+        CheckpointError: If a value is of a class that ``weights_only`` does not load, or there is no state but bytes;
+            nothing is written then.
         CheckpointNotFoundError, CorruptionError, StorageError: As `export_safetensors`.
     """
     settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
     content = open_content(source, settings.source, rank=rank)
+    content.check_state()
     folder, name = split_place(destination)
     store = open_store(folder, settings.destination)
     with suppress(ObjectNotFoundError):

@@ -22,16 +22,19 @@ from torch_strata.checkpoint._generation import Claim, claimed, newest_generatio
 from torch_strata.checkpoint._holds import held, release
 from torch_strata.checkpoint._keys import KEYS_KEY, KeyNotes
 from torch_strata.checkpoint._order import SaveOrder, check_step, folder_of, make_order
+from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._ranks import Ranks
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
+from torch_strata.checkpoint._run_settings import check_choice, check_span, check_store, policy_of, root_of
 from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
-from torch_strata.checkpoint._store import open_store, resolve_config
+from torch_strata.checkpoint._store import check_flag, open_store, resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle, UnseenSaves
 from torch_strata.checkpoint.metrics import write_text
+from torch_strata.checkpoint.reader import checked_classes
 from torch_strata.checkpoint.restore import DAMAGE, plain, restore, set_aside
-from torch_strata.checkpoint.retention import KeepAll, KeepAny, KeepBest, KeepLast, Retention
+from torch_strata.checkpoint.retention import Retention, best_of, best_policies
 from torch_strata.checkpoint.run import (
     CheckpointMetadata,
     CheckpointType,
@@ -58,7 +61,7 @@ class CheckpointManager:
     first save: an earlier process of the same run can no longer commit then.
 
     Args:
-        storage_path: Root of the run: local path or URL.
+        storage_path: Root of the run: local path or URL. ``~`` is the home directory; a relative path is that of now.
         bucket: In place of `storage_path`: a bucket, or a directory with ``storage_type="local"``.
         storage_type: What `bucket` is in: ``"s3"``, ``"local"`` or another scheme.
         keep_count: How many of the newest checkpoints are kept; everything if neither this nor `retention` is given.
@@ -72,6 +75,7 @@ class CheckpointManager:
         max_age: If no save has been committed for so long, and one failed since or has been under way for as long,
             `save` raises what the last one failed at. Time in which nobody saved does not count.
         on_torn: Whether a state that another thread changes while it is copied is logged, or refused by `save`.
+        allow_dtype_cast: As StrataReader, for loads.
         trusted_classes: As StrataReader, for loads.
 
     Raises:
@@ -94,24 +98,30 @@ class CheckpointManager:
         on_failure: OnFailure = "raise",
         max_age: timedelta | None = None,
         on_torn: OnTorn = "warn",
-        trusted_classes: Any = (),
+        allow_dtype_cast: bool = False,
+        trusted_classes: Sequence[Trusted] = (),
     ) -> None:
-        self._root = _root(storage_path, bucket, storage_type)
+        self._root = root_of(storage_path, bucket, storage_type)
         self._config = resolve_config(config, storage_options)
-        self._retention = _policy(keep_count, retention)
+        check_store(self._root, self._config)
+        self._retention = policy_of(keep_count, retention)
         self._run = open_run(self._root, self._config, policy=self._retention)
-        self._group, self._no_dist = process_group, no_dist
+        self._group, self._no_dist = process_group, check_flag("no_dist", no_dist)
+        check_span("timeout", timeout)
+        check_choice("on_failure", on_failure, "raise", "continue")
         self._ranks = Ranks(process_group, no_dist=no_dist)
         self._timeout, self._on_failure = timeout, on_failure
-        if max_age is not None and (not isinstance(max_age, timedelta) or max_age <= timedelta(0)):
-            raise ConfigError(f"max_age: expected a timedelta above 0, found {max_age!r}")
+        if max_age is not None:
+            check_span("max_age", max_age)
         self._max_age = max_age
-        if on_torn not in ("warn", "raise"):
-            raise ConfigError(f"on_torn: expected 'warn' or 'raise', found {on_torn!r}")
+        check_choice("on_torn", on_torn, "warn", "raise")
         self._on_torn: OnTorn = on_torn
-        self._record = RunRecord(self._root)
+        self._record = RunRecord(self._root, [best.metric for best in best_policies(self._retention)])
+        self._reading = {
+            "allow_dtype_cast": check_flag("allow_dtype_cast", allow_dtype_cast),
+            "trusted_classes": checked_classes(trusted_classes),
+        }
         self._claim, self._unseen = Claim(self._root, self._config), UnseenSaves()
-        self._trusted = tuple(trusted_classes)
         self._handles: list[CheckpointHandle] = []
         self._notes = KeyNotes(self._root)
 
@@ -154,6 +164,8 @@ class CheckpointManager:
         """
         self._claim.check_process()
         order = make_order(step, epoch, checkpoint_type, metadata, metrics, overwrite=overwrite)
+        if self._ranks.number == 0:
+            self._record.note_metrics(order)
         if self._max_age is not None:
             self._record.check_age(self._max_age)
         try:
@@ -235,7 +247,7 @@ class CheckpointManager:
         to be damaged is set aside, said so, and the one before is loaded; nothing of it is removed.
 
         Args:
-            which: A step, the newest, or the best by the policy's KeepBest.
+            which: A step, the newest, or the best by the policy's one KeepBest.
             state: A state dict, filled in place as by ``dcp.load``, or a Stateful; lists and dicts that are empty in it
                 get all that was saved in them, see `StrataReader`. If not given, a new state of plain tensors is
                 returned, all of it on this rank.
@@ -276,15 +288,13 @@ class CheckpointManager:
         whole = [found for found in self.all() if found.checkpoint_type.is_whole]
         return whole[-1] if whole else None
 
-    def best(self) -> CheckpointMetadata | None:
-        """The best checkpoint by the policy's KeepBest.
+    def best(self, metric: str | None = None) -> CheckpointMetadata | None:
+        """The best checkpoint by the policy's KeepBest, or by the one for `metric` if there are several.
 
         Raises:
-            ConfigError: If there is no KeepBest in the policy.
+            ConfigError: If there is no such KeepBest in the policy, or more than one.
         """
-        policy = _find_best(self._retention)
-        if policy is None:
-            raise ConfigError("best: the manager's retention has no KeepBest")
+        policy = best_of(self._retention, metric)
         whole = [found for found in self.all() if found.checkpoint_type.is_whole]
         at = policy.best_of([dict(found.metrics) for found in whole])
         return None if at is None else whole[at]
@@ -461,40 +471,5 @@ class CheckpointManager:
             config=self._config,
             process_group=self._group,
             no_dist=self._ranks.is_alone,
-            trusted_classes=self._trusted,
+            **self._reading,
         )
-
-
-def _root(path: str | os.PathLike[str] | None, bucket: str | None, storage_type: str | None) -> str:
-    if (path is None) == (bucket is None):
-        raise ConfigError("CheckpointManager: expected one of storage_path and bucket")
-    if path is not None:
-        if storage_type is not None:
-            raise ConfigError("storage_type: goes with bucket; storage_path says by its scheme where it is")
-        root = os.fspath(path)
-    elif storage_type in (None, "local", "file"):
-        root = str(bucket)
-    elif storage_type in _native.SCHEMES:
-        root = f"{storage_type}://{bucket}"
-    else:
-        raise ConfigError(f"storage_type: expected local, {', '.join(_native.SCHEMES)}, found {storage_type!r}")
-    return root.rstrip("/") or root
-
-
-def _policy(keep_count: int | None, retention: Retention | None) -> Retention:
-    if keep_count is None:
-        if retention is not None and not isinstance(retention, Retention):
-            raise ConfigError(f"retention: expected a policy such as KeepLast(3), found {retention!r}")
-        return KeepAll() if retention is None else retention
-    if retention is not None:
-        raise ConfigError("keep_count: is KeepLast(keep_count); give either it or retention")
-    if type(keep_count) is not int or keep_count < 1:
-        raise ConfigError(f"keep_count: expected an int of at least 1, found {keep_count!r}")
-    return KeepLast(keep_count)
-
-
-def _find_best(policy: Retention) -> KeepBest | None:
-    if isinstance(policy, KeepBest):
-        return policy
-    inner = policy.policies if isinstance(policy, KeepAny) else ()
-    return next((best for best in map(_find_best, inner) if best is not None), None)

@@ -16,6 +16,7 @@ from torch_strata.checkpoint._board import travelling
 from torch_strata.checkpoint._grown import empty_containers, nested, number_params, slot_for
 from torch_strata.checkpoint._keys import KEYS_KEY, Keys
 from torch_strata.checkpoint._payload import Trusted
+from torch_strata.checkpoint._quiet import quiet_alone
 from torch_strata.checkpoint._rng import RNG_KEY, restore_rng
 from torch_strata.checkpoint._stored_lists import entry_paths
 from torch_strata.checkpoint.planner import StrataLoadPlanner
@@ -87,6 +88,7 @@ def _restore_one(
     config: StorageConfig,
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
+    allow_dtype_cast: bool,
     trusted_classes: Sequence[Trusted],
 ) -> Any:
     """Load the checkpoint `found` into `state`, or if that is None, all of it into a new state on this rank.
@@ -99,6 +101,7 @@ def _restore_one(
         config: Limits of the store.
         process_group: Ranks that load together.
         no_dist: Whether this process loads alone.
+        allow_dtype_cast: As StrataReader.
         trusted_classes: As StrataReader.
 
     Returns:
@@ -112,7 +115,9 @@ def _restore_one(
     alone = no_dist or state is None
     rank = str(0 if no_dist else dist.get_rank(process_group))
     with together(process_group, no_dist=no_dist):
-        reader = StrataReader(found.path, config=config, trusted_classes=trusted_classes)
+        reader = StrataReader(
+            found.path, config=config, allow_dtype_cast=allow_dtype_cast, trusted_classes=trusted_classes
+        )
         metadata = reader.read_metadata()
         paths = entry_paths(metadata.planner_data)
         is_bytes = set(metadata.state_dict_metadata) == {_BYTES} and not paths
@@ -127,13 +132,13 @@ def _restore_one(
         wanted |= _slots(metadata, [*generators, *notes])
     empty = list(empty_containers(wanted))
     try:
-        with together(process_group, no_dist=no_dist):
+        with together(process_group, no_dist=no_dist), quiet_alone(alone):
             if is_bytes:
                 return run.load_bytes(found.step, found.checkpoint_type.value)
             dcp.load(
                 wanted,
                 storage_reader=reader,
-                planner=StrataLoadPlanner(trusted_classes=trusted_classes),
+                planner=StrataLoadPlanner(allow_dtype_cast=allow_dtype_cast, trusted_classes=trusted_classes),
                 process_group=None if alone else process_group,
                 no_dist=alone,
             )
@@ -173,12 +178,12 @@ def _hand_over(loaded: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def set_aside(found: CheckpointMetadata, run: _native.Run, error: BaseException, *, marks: bool) -> None:
-    """Say that `found` is damaged, and if this rank `marks` it, see to it that everybody passes it over."""
-    _logger.error(
-        "%s is damaged and is passed over; nothing of it is removed: %s: %s", found.path, type(error).__name__, error
-    )
+    """Say that `found` is damaged, if this rank is the one that `marks` it, and see to it that all pass it over."""
+    _logger.debug("%s is damaged", found.path, exc_info=error)
     if not marks:
         return
+    what = type(error).__name__, error
+    _logger.error("%s is damaged and is passed over; nothing of it is removed: %s: %s", found.path, *what)
     folder = _native.run_folder(found.step, found.checkpoint_type.value)
     try:
         if any(raw[0] == found.id for raw in run.all()):  # and was not removed while it was read

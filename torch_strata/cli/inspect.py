@@ -29,7 +29,7 @@ def inspect_command(url: str, rank: int | None, wants_json: bool, options: Seque
     if not isinstance(opened, Opened):
         folders = ", ".join(one.folder for one in opened)
         raise CheckpointNotFoundError(f"{url} is the root of a run: name one of its checkpoints: {folders:.1000}")
-    keys = [_describe(entry) for entry in opened.entries]
+    keys = [_describe_bytes(opened)] if opened.holds_bytes else [_describe(entry) for entry in opened.entries]
     head = _head(url, opened, keys)
     if wants_json:
         click.echo(as_json({**head, "keys": keys}))
@@ -38,7 +38,7 @@ def inspect_command(url: str, rank: int | None, wants_json: bool, options: Seque
         click.echo(f"{name}: {_text(name, value)}")
     for key in keys:
         # A name may hold anything, control characters included.
-        what = f"{key['dtype']} {key['shape']}" if "dtype" in key else "pickled value"
+        what = f"{key['dtype']} {key['shape']}" if "shape" in key else key.get("dtype", "pickled value")
         chunks = f" in {key['chunks']} chunks" if key.get("chunks", 1) > 1 else ""
         size = f", {shown_bytes(key['bytes'])}" if key.get("bytes") is not None else ""
         click.echo(f"  {key['fqn']!r:.1000}: {what}{chunks}{size}")
@@ -82,6 +82,11 @@ def _text(name: str, value: Any) -> str:
         return shown(str(value))
     parts = [f"{shown(key, 100)}: {of['keys']} keys, {shown_bytes(of['tensor_bytes'])}" for key, of in value.items()]
     return "".join(f"\n  {part}" for part in parts)
+
+
+def _describe_bytes(opened: Opened) -> dict[str, Any]:
+    rows, _, _ = opened.native.locate([opened.entries[0][0]], [0], [None])
+    return {"fqn": "bytes", "dtype": "bytes", "bytes": opened.native.blob_bytes(rows)[0]}
 
 
 def _describe(entry: Any) -> dict[str, Any]:
