@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.ranks import run_ranks
 from tests.checkpoint.test_manager import another_process_claims, flip, saved, state_of
+from torch_strata import export_torch, import_checkpoint
 from torch_strata.checkpoint.async_save import async_save
 from torch_strata.checkpoint.manager import CheckpointManager
 from torch_strata.errors import (
@@ -453,3 +454,15 @@ def test_ranks_that_ask_for_different_things_are_refused_on_all(tmp_path: Path, 
     ]
     assert run_ranks(tmp_path, 2, ask_for_different_things, str(root)) == [expected] * 2
     assert [one.step for one in CheckpointManager(root).all()] == [1, 2, 3]
+
+
+def test_integer_keys_come_through_files_of_torch_save(root: Path, tmp_path: Path) -> None:
+    CheckpointManager(root).save(INTEGERS, step=1).result(LIMIT)
+    export_torch(root / "step-1", tmp_path / "whole.pt")
+    export_torch(root / "step-1", tmp_path / "counts.pt", key="counts")
+    import_checkpoint(tmp_path / "whole.pt", tmp_path / "imported")
+    export_torch(tmp_path / "imported", tmp_path / "again.pt")
+    whole, again = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "again.pt"))
+    whole.pop("strata_rng"), again.pop("strata_rng")
+    assert is_same(whole, INTEGERS) and is_same(again, INTEGERS)
+    assert is_same(torch.load(tmp_path / "counts.pt", weights_only=True), INTEGERS["counts"])

@@ -12,12 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_strata.checkpoint._stored_lists import Path
 from torch_strata.errors import CorruptionError
 
-__all__ = ["KEYS_KEY", "KeyNotes", "Keys", "keys_of"]
+__all__ = ["KEYS_KEY", "KeyNotes", "Keys", "keys_of", "noted"]
 
 _logger = logging.getLogger(__name__)
+
+# As DCP writes it: keys as text, places in a list as numbers.
+Path = tuple[str | int, ...]
 
 # Below this key of a saved state the notes of its ranks lie under their digests: equal ones are saved once.
 KEYS_KEY = "strata_keys"
@@ -63,6 +65,16 @@ class Keys:
                 raise CorruptionError(f"{KEYS_KEY}: a note of keys cannot be read: {error}") from error
         return keys
 
+    def below(self, key: str) -> "Keys":
+        """What is noted of what lies below a key that is written as a name, with dots, as if that were all."""
+
+        def depth(path: Path) -> int:
+            heads = (at for at in range(1, len(path) + 1) if ".".join(map(str, path[:at])) == key)
+            return next(heads, 0)
+
+        ints = {path[at:]: keys for path, keys in self.ints.items() if (at := depth(path))}
+        return Keys(ints, [path[at:] for path in self.empty if (at := depth(path)) and path[at:]])
+
     def give_back(self, state: Any, made: Sequence[Path]) -> None:
         """Let `state` have again what was noted, in what was made anew at the paths `made` and below.
 
@@ -107,14 +119,19 @@ class KeyNotes:
                 "makes the dict anew; only integers come back as they were",
                 *(self._root, name, keys.other[path]),
             )
-        noted = keys.as_entry()
-        return {KEYS_KEY: noted} if noted else {}
+        return noted(keys)
+
+
+def noted(keys: Keys) -> dict[str, dict[str, str]]:
+    """What to save beside a state; empty if there is nothing to note."""
+    entry = keys.as_entry()
+    return {KEYS_KEY: entry} if entry else {}
 
 
 def keys_of(state: Mapping[Any, Any]) -> Keys:
     """What is to be noted of `state`: in dicts, and in lists with dicts in them."""
     keys = Keys()
-    for path, held in _mappings(state, ()):
+    for path, held in _mappings(state, (), {}):
         if path and not held:
             keys.empty.append(path)
         ints = [key for key in held if type(key) is int]
@@ -127,7 +144,7 @@ def keys_of(state: Mapping[Any, Any]) -> Keys:
     return keys
 
 
-def _mappings(held: Any, path: Path) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
+def _mappings(held: Any, path: Path, known: dict[int, bool]) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
     inside: Iterable[tuple[str | int, Any]]
     if isinstance(held, Mapping):
         yield path, held
@@ -135,8 +152,21 @@ def _mappings(held: Any, path: Path) -> Iterator[tuple[Path, Mapping[Any, Any]]]
     else:
         inside = enumerate(held)
     for part, value in inside:
-        if isinstance(value, Mapping | list):  # what is in tuples is pickled as it is
-            yield from _mappings(value, (*path, part))
+        if isinstance(value, Mapping) or (isinstance(value, list) and _has_mapping(value, known)):
+            yield from _mappings(value, (*path, part), known)
+
+
+def _has_mapping(held: list[Any], known: dict[int, bool]) -> bool:
+    """Whether there is a dict in a list. What is in tuples is pickled as it is.
+
+    `known`: of lists that were looked at; a file may hold one in so many places that no walk would end.
+    """
+    found = known.get(id(held))
+    if found is None:
+        found = known[id(held)] = any(
+            isinstance(value, Mapping) or (isinstance(value, list) and _has_mapping(value, known)) for value in held
+        )
+    return found
 
 
 def _path(parts: Iterable[Any]) -> Path:
@@ -173,8 +203,8 @@ def _put(held: Any, path: Path) -> None:
         if isinstance(held, list) and type(part) is int and 0 <= part <= len(held):
             if part == len(held):
                 held.append(fresh)
-            elif held[part] == {} and fresh == []:
-                held[part] = fresh  # a place that no entry has was taken for an empty dict's
+            elif held[part] is None or (fresh == [] and isinstance(held[part], dict) and not held[part]):
+                held[part] = fresh  # made for a place that no entry has
             held = held[part]
         elif isinstance(held, MutableMapping) and type(part) is str:
             held = held.setdefault(_key(held, part), fresh)

@@ -123,7 +123,7 @@ def _restore_one(
         is_bytes = set(metadata.state_dict_metadata) == {_BYTES} and not paths
         if is_bytes and state is not None:
             raise LayoutMismatchError(f"{found.path}: holds bytes, not a state: load it without one")
-        own = {fqn: path for fqn, path in paths.items() if path[0] in (RNG_KEY, KEYS_KEY)}
+        own = {fqn: path for fqn, path in paths.items() if path[:1] in ((RNG_KEY,), (KEYS_KEY,))}
         fqns = [fqn for fqn in metadata.state_dict_metadata if fqn not in own]
         notes = [fqn for fqn, path in own.items() if path[0] == KEYS_KEY]
         generators = [fqn for fqn, path in own.items() if rng and path[:2] == (RNG_KEY, rank)]

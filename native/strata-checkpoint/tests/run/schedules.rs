@@ -18,7 +18,7 @@ use strata_checkpoint::run::life::Run as Life;
 use strata_checkpoint::run::retention::Policy;
 use strata_checkpoint::run::sweep::{Rules, plan_sweep, sweep};
 use strata_checkpoint::run::{CheckpointType, Part, RunInfo, folder};
-use strata_checkpoint::{Commit, Error, Parent, Records, commit, open, open_base, verify, write_items};
+use strata_checkpoint::{Commit, Error, Parent, Progress, Records, commit, open, open_base, verify, write_items};
 use strata_io::schedule::ByteBudget;
 use strata_io::testing::Hooked;
 use strata_io::{PutMode, Store};
@@ -385,7 +385,7 @@ impl Schedule {
             assert_eq!(found, super::content(*fill), "{tensor} of {name}");
         }
         if is_end {
-            let (_, findings) = verify(&*place, &opened).await;
+            let (_, findings) = verify(&*place, &opened, &Progress::default()).await;
             assert!(findings.problems.is_empty() && findings.unchecked.is_empty(), "{name}: {findings:?}");
         }
     }
