@@ -83,7 +83,7 @@ impl Process {
                 | Error::Superseded { .. }
                 | Error::StaleGeneration { .. }),
             ) => model.refused(id, error.to_string()),
-            Err(_) => {}
+            Err(_) => model.unsure(*step, kind.part()),
         }
     }
 
