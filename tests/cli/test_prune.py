@@ -126,3 +126,29 @@ def test_what_no_manager_saved_is_not_touched(tmp_path):
         save(state_at(step), tmp_path / f"step-{step}")
     assert strata("prune", tmp_path, "--keep-last", 1, "--yes").exit_code == 0
     assert folders(tmp_path) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], ["--yes"], ["--dry-run", "--json"]])
+def test_what_is_no_run_is_no_run_to_prune(tmp_path, run, flags):
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "notes.txt").write_text("nothing of ours")
+    for place in ("nosuch", "else"):
+        done = strata("prune", tmp_path / place, "--keep-last", 1, *flags)
+        assert done.exit_code == 2 and done.stdout == "" and "CheckpointNotFoundError" in done.stderr
+    done = strata("prune", run / "step-3", *flags)
+    assert done.exit_code == 2 and "name the root of its run" in done.stderr
+    assert not (tmp_path / "nosuch").exists()
+
+
+def test_a_run_that_has_saved_nothing_yet_is_pruned_of_nothing(tmp_path):
+    _native.claim_generation(open_store(tmp_path / "run", StorageConfig()), owner="a run that begins")
+    done = strata("prune", tmp_path / "run", "--keep-last", 1, "--yes")
+    assert done.exit_code == 0 and "removed 0 checkpoints" in done.stdout
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--yes"])
+def test_a_metric_that_no_checkpoint_has_is_told(run, flag):
+    done = strata("prune", run, "--keep-best", "acc:max:2", "--keep-best", "loss:max:1", flag)
+    assert done.exit_code == 0 and done.stderr.count("no checkpoint has") == 1
+    assert "no checkpoint has the metric 'acc', which keeps none: those that there are: loss" in done.stderr
+    assert strata("prune", run, "--keep-best", "loss:max:2", flag).stderr == ""

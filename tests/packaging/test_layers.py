@@ -21,6 +21,7 @@ SHARED_MAY_IMPORT = {
     "_native_memory": set(),
     "_native_run": {"_native", "_types"},
     "errors": set(),
+    "__main__": {"cli"},
     "_types": set(),
     "_world": {"errors"},
     "config": {"errors"},

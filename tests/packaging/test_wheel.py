@@ -64,8 +64,8 @@ for point in wheel.entry_points:
     found = point.load()
     if point.group == "fsspec.specs":
         assert fsspec.get_filesystem_class(point.name) is found, point.name
-    module = sys.modules[found.__module__] if point.group == "fsspec.specs" else sys.modules["torch_strata.cli"]
-    print(module.__file__)
+    home = found.__module__ if point.group == "fsspec.specs" else "torch_strata.cli"
+    print(importlib.import_module(home).__file__)
 """
 
 

@@ -136,6 +136,7 @@ class Content:
         order: All keys, in the state's order.
         paths: Where in the nested state each key is; keys that are not in it stand at its top.
         planner_data: As a manifest holds it.
+        holds_bytes: Whether its one value is no pickle but what one process serialised itself.
     """
 
     where: str
@@ -145,10 +146,23 @@ class Content:
     order: Sequence[str]
     paths: Mapping[str, Path]
     planner_data: Any = None
+    holds_bytes: bool = False
 
     def path_of(self, fqn: str) -> Path:
         """Where in the nested state a key is."""
         return self.paths.get(fqn, (fqn,))
+
+    def check_state(self) -> None:
+        """Refuse what holds no state.
+
+        Raises:
+            CheckpointError: If it holds bytes.
+        """
+        if self.holds_bytes:
+            raise CheckpointError(
+                f"{self.where} holds bytes that one process serialised itself, not a state; "
+                "CheckpointManager.load gives them back"
+            )
 
     def boxes(self, tensors: Iterable[Tensor], max_bytes: int = BATCH_BYTES) -> Iterator[tuple[Tensor, Box]]:
         """All of `tensors` in their order, in boxes that are runs of row-major memory of `max_bytes` at most."""
@@ -312,6 +326,7 @@ def content_of(opened: Opened) -> Content:
         order=[_text(entry[0]) for entry in opened.entries],
         paths=planner_data if _are_paths(planner_data) else {},
         planner_data=planner_data,
+        holds_bytes=opened.holds_bytes,
     )
 
 

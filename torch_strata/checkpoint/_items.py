@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch_strata import _native
 from torch_strata.checkpoint._columns import SHARD, TENSOR, Columns
 from torch_strata.checkpoint._metadata import dtype_name, encode_fqn
+from torch_strata.checkpoint._payload import warn_of_untrusted
 from torch_strata.checkpoint._safetensors import why_not_safetensors
 from torch_strata.checkpoint._shortcuts import is_bare, keeps_methods
 from torch_strata.checkpoint._tensors import (
@@ -61,12 +62,13 @@ class NativeItems:
         """
         if isinstance(items, ChosenItems) and keeps_methods(planner, StrataSavePlanner, *_FINDING):
             items = self._add_planned(items.columns, planner.state_dict)
-        resolve = _resolver(planner)
+        resolve, state = _resolver(planner), getattr(planner, "state_dict", {})
         for item in items:
             try:
                 data = resolve(item)
                 if item.type is WriteItemType.BYTE_IO:
                     self._add_bytes(item, data)
+                    warn_of_untrusted(item.index.fqn, state.get(item.index.fqn), data)
                 elif not self._add_whole(item, data):
                     self._add_tensor(item, data)
             except CheckpointError:

@@ -21,6 +21,9 @@ __all__ = ["Opened", "metadata_name", "open_checkpoint", "opened_safetensors"]
 
 _STOCK_RANK_INDEX = re.compile(r"__\d+\.metadata")
 
+# As strata-checkpoint's BYTES_KEY, the one key of a checkpoint of bytes.
+_BYTES_KEY = b"bytes"
+
 Key = tuple[bytes, tuple[int, ...] | None]
 
 
@@ -58,6 +61,13 @@ class Opened:
             return self.foreign_entries
         with gc_paused():
             return list(unpack_entries(self.native.entries()))
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether it is what one process serialised itself and handed to a manager, not a state."""
+        if self.native.run is None or self.written_by != "torch_strata" or self.native.planner_data:
+            return False
+        return [(entry[0], bool(entry[1])) for entry in self.entries[:2]] == [(_BYTES_KEY, False)]
 
     def same_as(self, other: "Opened") -> bool:
         """Whether nothing was saved between the two openings."""

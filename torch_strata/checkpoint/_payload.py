@@ -1,6 +1,7 @@
 """Values out of pickled payloads, with nothing run that the caller does not trust."""
 
 import io
+import logging
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from torch_strata.errors import CheckpointError, CorruptionError
 
-__all__ = ["Trusted", "load_tensor", "load_value"]
+__all__ = ["Trusted", "load_tensor", "load_value", "warn_of_untrusted"]
+
+_logger = logging.getLogger(__name__)
 
 # A class or function, or one with the full name under which a pickle knows it.
 Trusted = Callable[..., Any] | tuple[Callable[..., Any], str]
@@ -22,6 +25,51 @@ _ZIP_MAGIC = b"PK\x03\x04"
 # Bytes and a position: making one runs nothing. Trainers keep what they pickled themselves in it, and torch does not
 # load it by default.
 _INERT: tuple[Trusted, ...] = (io.BytesIO,)
+
+# Of values that any load takes; of others, by what was looked at in this process already.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (dict, tuple, list, set, frozenset)
+_looked_at: set[type] = set(_PLAIN)
+_told: set[str] = {"_io.BytesIO"}
+
+
+def warn_of_untrusted(fqn: str, value: Any, data: io.BytesIO) -> None:
+    """Say, once a class and process, that what is saved loads only where that is trusted.
+
+    Args:
+        fqn: Its key.
+        value: What is saved.
+        data: As torch.save wrote it.
+    """
+    unknown = _unknown_types(value)
+    if not unknown:
+        return
+    _looked_at.update(unknown)
+    try:
+        named = set(get_unsafe_globals_in_checkpoint(io.BytesIO(data.getbuffer()))) - _told
+    except Exception:  # not torch.save's format: whoever planned it also loads it
+        return
+    if named:
+        _told.update(named)
+        _logger.warning(
+            "%r is saved, but loads only where what its pickle names is trusted, which could run any code: pass "
+            "trusted_classes=[...] with %s to CheckpointManager or StrataReader, or save a plain value or a tensor",
+            *(fqn, ", ".join(sorted(named))),
+        )
+
+
+def _unknown_types(value: Any) -> set[type]:
+    unknown: set[type] = set()
+    entered: set[int] = set()  # one that holds itself has no end
+    left = [value]
+    while left:
+        found = left.pop()
+        if type(found) not in _CONTAINERS:
+            unknown |= {type(found)} - _looked_at
+        elif id(found) not in entered:
+            entered.add(id(found))
+            left += [*found, *found.values()] if isinstance(found, dict) else found
+    return unknown
 
 
 def load_value(data: bytes, *, fqn: str, where: str, trusted: Sequence[Trusted]) -> Any:
@@ -42,7 +90,7 @@ def load_value(data: bytes, *, fqn: str, where: str, trusted: Sequence[Trusted])
             raise CheckpointError(f"{where}: torch refuses to load the value of {fqn!r}: {_reason(error)}") from error
         raise CheckpointError(
             f"{where}: the value of {fqn!r} needs {', '.join(named)} to load, which could run any code; if you trust "
-            f"this checkpoint, pass trusted_classes=[...] to StrataReader"
+            f"this checkpoint, pass trusted_classes=[...] to StrataReader or CheckpointManager"
         ) from error
     except Exception as error:
         raise CorruptionError(f"{where}: cannot load the value of {fqn!r}: {_reason(error)}") from error

@@ -176,8 +176,8 @@ def _resolve_unlike(opened: Opened, part: Part, found: Any, allow_dtype_cast: bo
 def _check_dtype(name: str, stored: torch.dtype, wanted: torch.dtype, allow_dtype_cast: bool) -> None:
     if stored != wanted and not allow_dtype_cast:
         raise LayoutMismatchError(
-            f"{name}: stored dtype {stored}, destination dtype {wanted}; pass allow_dtype_cast=True to StrataReader "
-            "to convert"
+            f"{name}: stored dtype {stored}, destination dtype {wanted}; pass "
+            "allow_dtype_cast=True to StrataReader or CheckpointManager to convert"
         )
 
 

@@ -111,7 +111,8 @@ def copy_checkpoint(
     Raises:
         CheckpointNotFoundError: If nothing is committed at the source.
         CheckpointExistsError: If a checkpoint is at the destination and may not be replaced.
-        CheckpointError: If a value cannot be copied without torch.
+        CheckpointError: If a value cannot be copied without torch; if it is no state but bytes, which stock torch
+            cannot read.
         CorruptionError: If what is read is damaged; nothing is committed then.
         StorageError: If a store fails.
     """
@@ -124,7 +125,10 @@ def copy_checkpoint(
         run_info=opened.native.run,
         as_safetensors=opened.native.has_safetensors and not for_stock,
     )
-    return write_content(content_of(opened), to, progress)
+    content = content_of(opened)
+    if for_stock:
+        content.check_state()
+    return write_content(content, to, progress)
 
 
 def import_checkpoint(

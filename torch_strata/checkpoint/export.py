@@ -14,6 +14,7 @@ from torch_strata import _native
 from torch_strata.checkpoint._boxes import contiguous
 from torch_strata.checkpoint._content import Content, Path, Progress, Tensor
 from torch_strata.checkpoint._dtypes import dtype_named
+from torch_strata.checkpoint._keys import KEYS_KEY, Keys
 from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors, why_not_safetensors
 from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint._stream import ObjectStream
@@ -89,16 +90,20 @@ def export_safetensors(
     Raises:
         CheckpointNotFoundError: If nothing is committed at the source.
         CheckpointExistsError: If a checkpoint is at the destination.
-        CheckpointError: If a tensor cannot be held by the format; nothing is written then.
+        CheckpointError: If a tensor cannot be held by the format, or there is none; nothing is written then.
         CorruptionError: If what is read is damaged; what was written is removed.
         StorageError: If a store fails.
     """
     settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
     content = open_content(source, settings.source, rank=rank)
+    content.check_state()
     store = open_store(destination, settings.destination)
     _check_free(store, os.fspath(destination))
     chosen = _choose(content, key)
     tensors = [(item.name, content.tensors[item.fqn]) for item in chosen if item.fqn in content.tensors]
+    if not tensors:
+        below = "" if key is None else f" below the key {key!r:.200}"
+        raise CheckpointError(f"{content.where}: no tensor is{below or ' in it'}, and safetensors hold nothing else")
     for name, tensor in tensors:
         _check_safetensors(content, name, tensor)
     shards = _shards(tensors, max_shard_bytes)
@@ -146,18 +151,24 @@ def export_torch(
 
     Raises:
         CheckpointExistsError: If the file is there.
-        CheckpointError: If a value is of a class that ``weights_only`` does not load; nothing is written then.
+        CheckpointError: If a value is of a class that ``weights_only`` does not load, or there is no state but bytes;
+            nothing is written then.
         CheckpointNotFoundError, CorruptionError, StorageError: As `export_safetensors`.
     """
     settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
     content = open_content(source, settings.source, rank=rank)
+    content.check_state()
     folder, name = split_place(destination)
     store = open_store(folder, settings.destination)
     with suppress(ObjectNotFoundError):
         store.size(name)
         raise CheckpointExistsError(f"{os.fspath(destination)} already exists")
     chosen = _choose(content, key)
-    data_pkl, storages = dump(_nested(content, chosen))
+    state = _nested(content, chosen)
+    keys = _keys(content)
+    keys = keys if key is None else keys.below(key)
+    keys.give_back(state, [()])
+    data_pkl, storages = dump(state)
     records = [(f"data/{number}", storage.num_bytes) for number, storage in enumerate(storages)]
     stream = ObjectStream(store, name, archive_bytes(data_pkl, records))
     try:
@@ -178,7 +189,7 @@ def export_torch(
 
 def _choose(content: Content, key: str | None) -> list[_Chosen]:
     if key is None:
-        return [_Chosen(fqn, fqn, content.path_of(fqn)) for fqn in content.order]
+        return [_Chosen(fqn, fqn, content.path_of(fqn)) for fqn in content.order if not _is_note(content, fqn)]
     chosen = []
     for fqn in content.order:
         if not fqn.startswith(f"{key}."):
@@ -267,6 +278,16 @@ def _nested(content: Content, chosen: Sequence[_Chosen]) -> dict[str, Any]:
             value = _reference(content, tensor, storages)
         _set(root, item, value, content.where)
     return root
+
+
+def _keys(content: Content) -> Keys:
+    """What the one who saved has noted of keys; it is no part of the state."""
+    notes = content.read_values(fqn for fqn in content.order if _is_note(content, fqn))
+    return Keys.of_entries(load_value(data, f"{content.where}: {KEYS_KEY}") for _, data in notes)
+
+
+def _is_note(content: Content, fqn: str) -> bool:
+    return fqn in content.values and content.path_of(fqn)[:1] == (KEYS_KEY,)
 
 
 def _reference(content: Content, tensor: Tensor, storages: dict[tuple[Any, ...], Storage]) -> TensorRef:

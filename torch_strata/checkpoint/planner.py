@@ -118,7 +118,7 @@ class StrataLoadPlanner(DefaultLoadPlanner):
         if dtype != wanted.dtype and not self._allow_dtype_cast:
             raise LayoutMismatchError(
                 f"{fqn!r}: stored dtype {dtype}, destination dtype {wanted.dtype}; "
-                "pass allow_dtype_cast=True to StrataReader, and to StrataLoadPlanner if it plans, to convert"
+                "pass allow_dtype_cast=True to CheckpointManager, or to StrataReader and StrataLoadPlanner, to convert"
             )
         shape = torch.Size(getattr(wanted, "global_shape", wanted.size()))
         if size != shape:

@@ -42,7 +42,7 @@ from torch_strata.errors import (
     StrataError,
 )
 
-__all__ = ["ReadStats", "StrataReader"]
+__all__ = ["ReadStats", "StrataReader", "checked_classes"]
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class _UnreadMetadata(Metadata):
         return f"<metadata that could not be read: {self.error}>"
 
 
-def _checked_classes(trusted: Sequence[Trusted]) -> tuple[Trusted, ...]:
+def checked_classes(trusted: Sequence[Trusted]) -> tuple[Trusted, ...]:
     """Classes and functions, or pairs of one and its name; a name alone is neither."""
     try:
         classes = tuple(trusted)
@@ -161,7 +161,7 @@ class StrataReader(StorageReader):
         self._settings = LoadSettings(
             verify=verify,
             allow_dtype_cast=check_flag("allow_dtype_cast", allow_dtype_cast),
-            trusted=_checked_classes(trusted_classes),
+            trusted=checked_classes(trusted_classes),
             budget_bytes=self._config.max_in_flight_bytes,
         )
         self._group = None if process_group is None else Group.of(process_group)

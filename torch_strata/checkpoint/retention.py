@@ -11,7 +11,18 @@ from typing import Any, Literal
 
 from torch_strata.errors import ConfigError
 
-__all__ = ["KeepAll", "KeepAny", "KeepBest", "KeepEvery", "KeepEverySteps", "KeepLast", "KeepYounger", "Retention"]
+__all__ = [
+    "KeepAll",
+    "KeepAny",
+    "KeepBest",
+    "KeepEvery",
+    "KeepEverySteps",
+    "KeepLast",
+    "KeepYounger",
+    "Retention",
+    "best_of",
+    "best_policies",
+]
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,8 @@ class KeepAny:
     policies: tuple["Retention", ...]
 
     def __init__(self, *policies: "Retention") -> None:
+        if not policies:
+            raise ConfigError("KeepAny: expected at least one policy; KeepAll() keeps everything")
         for policy in policies:
             if not isinstance(policy, Retention):
                 raise ConfigError(f"KeepAny: expected policies, found {policy!r}")
@@ -118,6 +131,30 @@ class KeepAny:
 
 
 Retention = KeepAll | KeepLast | KeepEverySteps | KeepEvery | KeepYounger | KeepBest | KeepAny
+
+
+def best_policies(policy: Retention) -> list[KeepBest]:
+    """Each KeepBest in a policy."""
+    if isinstance(policy, KeepAny):
+        return [best for inner in policy.policies for best in best_policies(inner)]
+    return [policy] if isinstance(policy, KeepBest) else []
+
+
+def best_of(policy: Retention, metric: str | None) -> KeepBest:
+    """The one KeepBest in a policy, or the one for `metric`.
+
+    Raises:
+        ConfigError: If there is none, or it is not clear which.
+    """
+    there = best_policies(policy)
+    found = [best for best in there if metric is None or best.metric == metric]
+    if not found:
+        by = "" if metric is None else f" for the metric {metric!r}"
+        raise ConfigError(f"best: the manager's retention has no KeepBest{by}; it has {policy!r}")
+    if len({(best.metric, best.mode) for best in found}) > 1:
+        told = ", ".join(f"{best.metric!r} ({best.mode})" for best in found)
+        raise ConfigError(f"best: not clear by which of {told}; name one: manager.load(manager.best(metric).step)")
+    return found[0]
 
 
 def _check_count(name: str, value: object) -> None:

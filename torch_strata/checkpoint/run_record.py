@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
@@ -48,8 +49,9 @@ class _Totals:
 class RunRecord:
     """Of one manager. Threads may use it at once."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, wanted_metrics: Sequence[str] = ()) -> None:
         self._root = root
+        self._wanted_metrics = set(wanted_metrics)
         self._lock = threading.Lock()
         self._attempts: list[_Attempt] = []
         self._totals: defaultdict[str, _Totals] = defaultdict(_Totals)
@@ -68,6 +70,16 @@ class RunRecord:
         with self._lock:
             self._attempts.append(attempt)
         handle.add_done_callback(lambda _: self._note(attempt))
+
+    def note_metrics(self, order: SaveOrder) -> None:
+        """Say, once of each, that a policy is by a metric which a save with metrics does not have."""
+        missing = self._wanted_metrics - order.metrics.keys() if order.metrics else set()
+        self._wanted_metrics -= missing
+        for metric in sorted(missing):
+            _logger.warning(
+                "%s: step %s is saved without the metric %r, by which KeepBest compares; it has %s",
+                *(self._root, order.step, metric, ", ".join(map(repr, order.metrics))),
+            )
 
     def note_refused(self, order: SaveOrder) -> None:
         """Take notice of a save that failed before it went on in the background."""

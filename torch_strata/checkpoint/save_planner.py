@@ -16,7 +16,7 @@ from torch_strata.checkpoint._assignment import Assignment, copied_rows
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._shortcuts import is_bare
 from torch_strata.checkpoint.planning import ChosenItems, PackedItems, finished, local_plan, merge
-from torch_strata.errors import CheckpointError
+from torch_strata.errors import CheckpointError, ConfigError
 
 __all__ = ["StrataSavePlanner"]
 
@@ -58,9 +58,16 @@ class StrataSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Begin a save of `state_dict`."""
+        """Begin a save of `state_dict`.
+
+        Raises:
+            ConfigError: If two values have one name, such as ``a.b`` beside ``b`` below ``a``.
+        """
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten_state_dict(state_dict)
+            try:
+                state_dict, self.mappings = flatten_state_dict(state_dict)
+            except ValueError as error:
+                raise ConfigError(f"state: two values have one name: {error}") from error
         # In a flat state without any, it changes nothing but the time.
         is_flat = self.flatten_state_dict and not any(isinstance(v, ShardedTensor) for v in state_dict.values())
         if self.flatten_sharded_tensors and not is_flat:

@@ -64,7 +64,7 @@ def guarded(command: Callable[..., None], damage: int = DAMAGED) -> Callable[...
         except BrokenPipeError:  # whoever read the output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise SystemExit(FAILED) from None
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, ImportError) as error:
             _fail(error, FAILED)
         except Exception:  # a fault of ours; Python's own status for it is 1
             traceback.print_exc()

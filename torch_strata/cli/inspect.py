@@ -31,6 +31,8 @@ def inspect_command(url: str, rank: int | None, wants_json: bool, options: Seque
         raise CheckpointNotFoundError(f"{url} is the root of a run: name one of its checkpoints: {folders:.1000}")
     stored = _encodings(opened)
     keys = [{**(key := _describe(entry)), **stored.get(key["fqn"], {})} for entry in opened.entries]
+    if opened.holds_bytes:
+        keys = [_describe_bytes(opened)]
     head = _head(url, opened, keys)
     if wants_json:
         click.echo(as_json({**head, "keys": keys}))
@@ -39,7 +41,7 @@ def inspect_command(url: str, rank: int | None, wants_json: bool, options: Seque
         click.echo(f"{name}: {_text(name, value)}")
     for key in keys:
         # A name may hold anything, control characters included.
-        what = f"{key['dtype']} {key['shape']}" if "dtype" in key else "pickled value"
+        what = f"{key['dtype']} {key['shape']}" if "shape" in key else key.get("dtype", "pickled value")
         chunks = f" in {key['chunks']} chunks" if key.get("chunks", 1) > 1 else ""
         size = f", {shown_bytes(key['bytes'])}" if key.get("bytes") is not None else ""
         stored_as = f", {key['encoding']} in {shown_bytes(key['stored_bytes'])}" if "encoding" in key else ""
@@ -97,6 +99,11 @@ def _text(name: str, value: Any) -> str:
         return shown(str(value))
     parts = [f"{shown(key, 100)}: {of['keys']} keys, {shown_bytes(of['tensor_bytes'])}" for key, of in value.items()]
     return "".join(f"\n  {part}" for part in parts)
+
+
+def _describe_bytes(opened: Opened) -> dict[str, Any]:
+    rows, _, _ = opened.native.locate([opened.entries[0][0]], [0], [None])
+    return {"fqn": "bytes", "dtype": "bytes", "bytes": opened.native.blob_bytes(rows)[0]}
 
 
 def _describe(entry: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -18,7 +18,7 @@ from torch_strata.checkpoint.retention import (
     KeepYounger,
     Retention,
 )
-from torch_strata.checkpoint.run import open_run
+from torch_strata.checkpoint.run import ListedCheckpoint, open_run
 from torch_strata.cli._common import (
     as_json,
     config_of,
@@ -30,6 +30,9 @@ from torch_strata.cli._common import (
     store_options,
     table,
 )
+from torch_strata.cli._place import look
+from torch_strata.config import StorageConfig
+from torch_strata.errors import CheckpointNotFoundError
 
 __all__ = ["prune_command"]
 
@@ -92,7 +95,12 @@ def prune_command(
     generation = newest_generation(open_store(root, config))
     run = open_run(root, config, policy=policy)
     run.hold(generation)
+    listed = [ListedCheckpoint.of_native(raw) for raw in run.catalog()]
+    if not listed and not generation:
+        _refuse(root, config)
     decisions, notes = run.plan()
+    unknown = _unknown_metrics(keep_best, listed)
+    notes = [*unknown, *notes]
     going = [folder for folder, keeps, _ in decisions if not keeps]
     if not wants_json:
         rows = [("stays" if keeps else "goes", shown(folder, 100), shown(why)) for folder, keeps, why in decisions]
@@ -108,6 +116,7 @@ def prune_command(
         if not yes:
             click.confirm(f"Remove {len(going)} of {len(decisions)} checkpoints?", abort=True, err=True)
         removed, _, num_objects, freed_bytes, notes = run.retain()
+        notes = [*unknown, *notes]
         report.update(removed=removed, objects=num_objects, freed_bytes=freed_bytes, notes=notes)
     if wants_json:
         click.echo(as_json(report))
@@ -118,6 +127,22 @@ def prune_command(
         click.echo(f"{len(going)} of {len(decisions)} checkpoints would go")
     else:
         click.echo(f"removed {len(removed)} checkpoints: {num_objects} objects, {shown_bytes(freed_bytes)}")
+
+
+def _refuse(root: str, config: StorageConfig) -> NoReturn:
+    """Say why a place that no run was ever saved to cannot be pruned."""
+    look(root, None, config)  # which says that nothing is there
+    raise CheckpointNotFoundError(f"{root} is one checkpoint: name the root of its run, the folder above it")
+
+
+def _unknown_metrics(wanted: Sequence[KeepBest], listed: Sequence[ListedCheckpoint]) -> list[str]:
+    """A note for each metric that no checkpoint has: a policy by it keeps nothing."""
+    known = sorted({metric for one in listed if one.metadata for metric in one.metadata.metrics})
+    there = f"those that there are: {', '.join(known):.300}" if known else "no checkpoint has any"
+    names = dict.fromkeys(best.metric for best in wanted)
+    return [
+        f"no checkpoint has the metric {name!r:.100}, which keeps none: {there}" for name in names if name not in known
+    ]
 
 
 def _policy(

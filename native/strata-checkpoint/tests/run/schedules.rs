@@ -83,7 +83,7 @@ impl Process {
                 | Error::Superseded { .. }
                 | Error::StaleGeneration { .. }),
             ) => model.refused(id, error.to_string()),
-            Err(_) => {}
+            Err(_) => model.unsure(*step, kind.part()),
         }
     }
 
@@ -100,14 +100,10 @@ impl Process {
     /// As the writer of a manager does it.
     async fn try_save(&self, order: &Order) -> Result<(), Error> {
         let Order { id, step, kind, tensors, overwrite } = order;
-        let newest = self.life.check_new(*step, kind.part(), *overwrite).await?;
-        let parent = newest.filter(|newest| *kind == CheckpointType::Incremental && newest.step != *step);
-        let parent = match parent {
+        let parent = self.life.check_new(*step, kind.part(), *overwrite).await?;
+        let parent = match parent.filter(|_| *kind == CheckpointType::Incremental) {
             None => None,
-            Some(newest) => {
-                let name = folder(newest.step, Part::Whole);
-                Parent::open(&*self.store.child(&name)?, &name).await.ok().map(Arc::new)
-            }
+            Some(name) => Parent::open(&*self.store.child(&name)?, &name).await.ok().map(Arc::new),
         };
         let place = self.store.child(&folder(*step, kind.part()))?;
         let base = open_base(&*place, None).await?;
