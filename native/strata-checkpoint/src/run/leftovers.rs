@@ -2,12 +2,12 @@
 //! their removal.
 
 use std::collections::HashSet;
+use std::time::Duration;
 
 use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::{ObjectInfo, Store, UPLOADS_FOLDER, discard_upload, pending_uploads};
 
 use super::catalog::{ABANDONED, Listed, PIN, QUARANTINED, State, VERIFIED};
-use super::sweep::{Rules, Swept};
 use crate::Result;
 use crate::collect::{FOLDERS, LEASES_FOLDER};
 use crate::manifest::{FOLDER, ManifestName};
@@ -23,19 +23,26 @@ const METADATA: &str = ".metadata";
 /// Deletes at a time.
 const CONCURRENCY: usize = 16;
 
+/// When it is, and how old an object must be that it cannot be of a save in flight.
+pub(super) struct Clock {
+    /// Seconds since 1970.
+    pub now: u64,
+    pub orphan_age: Duration,
+}
+
 /// What nobody needs of the folder `listed`, of which `needed` are in use, in the order in which it is to go. Pure.
 ///
 /// Of a checkpoint that retention took, everything; its manifest and its tombstone, which tell what its data is, once no
 /// other checkpoint refers to any of that. Else what is so old that it cannot be of a save in flight.
-pub(super) fn left_over<'a>(listed: &'a Listed, needed: Option<&HashSet<&str>>, rules: &Rules) -> Vec<Left<'a>> {
-    let is_read = |object: &ObjectInfo| expiry(&object.name).is_some_and(|at| at > rules.now);
+pub(super) fn left_over<'a>(listed: &'a Listed, needed: Option<&HashSet<&str>>, clock: &Clock) -> Vec<Left<'a>> {
+    let is_read = |object: &ObjectInfo| expiry(&object.name).is_some_and(|at| at > clock.now);
     if matches!(listed.state, State::Foreign | State::Unreadable(_)) || listed.objects.iter().any(is_read) {
         return Vec::new();
     }
     // Whoever took hold of a checkpoint before it was gone keeps it.
     let tombstones = marked(&listed.objects, RETIRED).filter(|id| !listed.save_ids.contains(*id)).collect();
     let is_needed = |object: &ObjectInfo| needed.is_some_and(|needed| needed.contains(&*object.name));
-    let folder = Folder { listed, rules, tombstones };
+    let folder = Folder { listed, clock, tombstones };
     let still_needed = listed.objects.iter().any(|object| is_needed(object) && folder.is_retired(&object.name));
     let left = listed.objects.iter().filter_map(|object| {
         let turn = folder.turn(object).filter(|_| !is_needed(object))?;
@@ -65,7 +72,7 @@ pub(super) enum Turn {
 
 struct Folder<'a> {
     listed: &'a Listed,
-    rules: &'a Rules,
+    clock: &'a Clock,
     /// Saves that retention took.
     tombstones: HashSet<&'a str>,
 }
@@ -74,7 +81,7 @@ impl Folder<'_> {
     /// When `object` goes, if nobody refers to it; None if it stays.
     fn turn(&self, object: &ObjectInfo) -> Option<Turn> {
         let name = &*object.name;
-        let is_old = self.rules.now.saturating_sub(object.modified_at) >= self.rules.orphan_age.as_secs();
+        let is_old = self.clock.now.saturating_sub(object.modified_at) >= self.clock.orphan_age.as_secs();
         let is_uncommitted = matches!(self.listed.state, State::Uncommitted);
         let (turn, goes) = match name.strip_prefix(FOLDER) {
             None if self.is_retired(name) => (Turn::Data, true),
@@ -118,8 +125,14 @@ fn is_stock_index(name: &str) -> bool {
     name == METADATA || (name.starts_with("__") && name.ends_with(".metadata")) || name.ends_with(".index.json")
 }
 
-/// Removes `left` from the folder `store`, one kind after the other, and the folder if nothing stays in it.
-pub(super) async fn remove_left(store: &dyn Store, left: &[Left<'_>], is_empty: bool, swept: &mut Swept) -> Result<()> {
+/// Removes `left` from the folder `store`, one kind after the other, and the folder if nothing stays in it. Tells
+/// `removed` of each.
+pub(super) async fn remove_left(
+    store: &dyn Store,
+    left: &[Left<'_>],
+    is_empty: bool,
+    mut removed: impl FnMut(&ObjectInfo) + Send,
+) -> Result<()> {
     let is_left = |name: &str| left.iter().any(|(_, object)| object.name == name);
     if left.iter().any(|(_, object)| object.name.starts_with(UPLOADS_FOLDER)) {
         for upload in or_empty(pending_uploads(store).await)?.iter().filter(|upload| is_left(&upload.record)) {
@@ -138,7 +151,7 @@ pub(super) async fn remove_left(store: &dyn Store, left: &[Left<'_>], is_empty: 
     for of_kind in left.chunk_by(|(turn, _), (next, _)| turn == next) {
         let deletes: Vec<_> = of_kind.iter().map(|(_, object)| store.delete(&object.name)).collect();
         stream::iter(deletes).buffer_unordered(CONCURRENCY).try_collect::<()>().await?;
-        of_kind.iter().for_each(|(_, object)| swept.count(object));
+        of_kind.iter().for_each(|(_, object)| removed(object));
     }
     if is_empty {
         for folder in FOLDERS {

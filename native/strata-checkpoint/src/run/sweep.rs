@@ -12,7 +12,7 @@ use bytes::Bytes;
 use strata_io::{ObjectInfo, PutMode, Store};
 
 use super::catalog::{Listed, PIN, State, catalog_again, known};
-use super::leftovers::{left_over, remove_left};
+use super::leftovers::{Clock, left_over, remove_left};
 use super::retention::{Decision, Facts, Policy, decide};
 use crate::base::newest_generation;
 use crate::collect::leased;
@@ -145,12 +145,13 @@ async fn remove_leftovers(
     mut swept: Swept,
 ) -> Result<Swept> {
     let needed = needed(listed);
+    let clock = Clock { now: rules.now, orphan_age: rules.orphan_age };
     for listed in listed.iter().filter(|listed| !rules.in_flight.contains(&listed.folder)) {
-        let left = left_over(listed, needed.get(&*listed.folder), rules);
+        let left = left_over(listed, needed.get(&*listed.folder), &clock);
         let is_empty = matches!(listed.state, State::Uncommitted) && left.len() == listed.objects.len();
         if !left.is_empty() || is_empty {
             check_generation(&**run_root, generation).await?;
-            remove_left(&*run_root.child(&listed.folder)?, &left, is_empty, &mut swept).await?;
+            remove_left(&*run_root.child(&listed.folder)?, &left, is_empty, |object| swept.count(object)).await?;
         }
     }
     Ok(swept)
@@ -203,7 +204,7 @@ impl Swept {
     }
 
     /// Notes that `object` was removed.
-    pub(super) fn count(&mut self, object: &ObjectInfo) {
+    fn count(&mut self, object: &ObjectInfo) {
         self.num_objects += 1;
         self.freed_bytes += object.size;
     }

@@ -4,6 +4,7 @@
 mod chaos;
 mod cost;
 mod model;
+mod process;
 mod schedules;
 
 use std::collections::{BTreeMap, HashSet};
