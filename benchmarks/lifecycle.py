@@ -154,7 +154,7 @@ def contenders(kind: str, place: Path) -> dict[str, Save]:
     ours = {
         "full": managed(place / "full", CheckpointType.FULL),
         "incremental": managed(place / "incremental", CheckpointType.INCREMENTAL),
-        "incremental, compressed": managed(place / "compressed", CheckpointType.INCREMENTAL),
+        "incremental, compressed": managed(place / "compressed", CheckpointType.INCREMENTAL, compress=True),
         "model_only": managed(place / "model", CheckpointType.MODEL_ONLY),
     }
     if kind == "bf16":
