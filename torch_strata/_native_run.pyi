@@ -55,12 +55,14 @@ class Run:
         Raises:
             CheckpointNotFoundError: If nothing is.
         """
-    def check_new(self, step: int, checkpoint_type: str, *, overwrite: bool) -> int | None:
-        """Step of the newest whole checkpoint, if one of `step` may be saved now.
+    def check_new(self, step: int, checkpoint_type: str, *, overwrite: bool) -> str | None:
+        """Whether one of `step` may be saved now; the folder to which it may refer, if any.
+
+        That is the newest whole checkpoint, unless it has something in common with one that was found damaged.
 
         Raises:
-            CheckpointExistsError: If it is there and may not be replaced.
-            CheckpointError: If the run has gone further.
+            CheckpointExistsError: If there is one, ours or somebody else's, that may not be replaced.
+            CheckpointError: If somebody holds what would be replaced; if the run has gone further.
         """
     def save_bytes(
         self, data: bytes, run_info: RunInfo, *, save_id: str, overwrite: bool, transfer: Transfer
@@ -94,7 +96,9 @@ class Run:
             StaleGenerationError: As soon as a newer run has claimed the root; the next call makes up for the rest.
         """
     def pin(self, folder: str, who: str) -> None:
-        """Let `who` hold a checkpoint: no retention removes it.
+        """Let `who` hold a checkpoint: no retention removes it, no save replaces it.
+
+        What stands behind a dot in 16 hex digits keeps apart holders of one name; listings leave it out.
 
         Raises:
             CheckpointNotFoundError: If nothing is committed there.

@@ -10,9 +10,9 @@ import uuid
 from torch_strata import _native
 from torch_strata.checkpoint._store import open_store
 from torch_strata.config import StorageConfig
-from torch_strata.errors import ObjectNotFoundError
+from torch_strata.errors import ForkedProcessError, ObjectNotFoundError
 
-__all__ = ["claimed", "generation_of", "newest_generation", "take_over"]
+__all__ = ["Claim", "claimed", "generation_of", "newest_generation", "take_over"]
 
 # Create-only records whose names are numbers, see native/strata-checkpoint/src/base.rs.
 _FOLDER = ".strata/generations/"
@@ -35,6 +35,45 @@ def generation_of(run_root: str | os.PathLike[str], config: StorageConfig) -> in
         if key not in _claimed:
             _claimed[key] = _native.claim_generation(open_store(run_root, config), owner=uuid.uuid4().hex)
         return _claimed[key]
+
+
+class Claim:
+    """A manager's right to commit: its process's, taken when it is first needed."""
+
+    def __init__(self, run_root: str, config: StorageConfig) -> None:
+        self._root, self._config = run_root, config
+        self._pid = os.getpid()
+        self._has_looked = False
+
+    def check_process(self) -> None:
+        """Whether the process that made this is still the one that asks, or has not saved.
+
+        Raises:
+            ForkedProcessError: If a child would fence off the process that it was forked from.
+        """
+        if self._pid != os.getpid() and (self._pid, self._root) in _claimed:
+            raise ForkedProcessError(
+                f"{self._root}: the process that this one was forked from saves to this run; to take it over, make a "
+                "CheckpointManager here"
+            )
+
+    def generation(self) -> int:
+        """The generation that this process holds.
+
+        Raises:
+            ForkedProcessError: As `check_process`.
+            StorageError: If the run root cannot be reached.
+        """
+        self.check_process()
+        if not self._has_looked:
+            self._forget_if_gone()
+            self._has_looked = True
+        return generation_of(self._root, self._config)
+
+    def _forget_if_gone(self) -> None:
+        # Somebody removed the whole run before this manager came: what was claimed there is void.
+        if claimed(self._root) is not None and newest_generation(open_store(self._root, self._config)) == 0:
+            _claimed.pop(_key(self._root), None)
 
 
 def newest_generation(root: _native.Store) -> int:

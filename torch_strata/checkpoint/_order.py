@@ -12,7 +12,7 @@ from torch_strata.errors import ConfigError
 if TYPE_CHECKING:
     from torch_strata._types import RunInfo
 
-__all__ = ["SaveOrder", "check_step", "make_order"]
+__all__ = ["SaveOrder", "check_step", "folder_of", "make_order"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,7 @@ def make_order(
     *,
     overwrite: bool,
 ) -> SaveOrder:
-    try:
-        kind = CheckpointType(checkpoint_type)
-    except ValueError:
-        expected = ", ".join(CheckpointType)
-        raise ConfigError(f"checkpoint_type: expected {expected}, found {checkpoint_type!r}") from None
+    kind = _check_type(checkpoint_type)
     if type(epoch) is not int or not 0 <= epoch < 1 << 63:
         raise ConfigError(f"epoch: expected an int from 0 to 2**63 - 1, found {epoch!r}")
     for key, value in _items("metadata", metadata, "str"):
@@ -84,6 +80,19 @@ def check_step(step: object) -> int:
 def check_name(who: object) -> None:
     if not _is_text(who) or not who or "/" in str(who):
         raise ConfigError(f"who: expected a name without a slash, found {who!r}")
+
+
+def folder_of(step: object, checkpoint_type: CheckpointType | str) -> str:
+    """Name, below the run's root, of the folder of such a checkpoint."""
+    return _native.run_folder(check_step(step), _check_type(checkpoint_type).value)
+
+
+def _check_type(checkpoint_type: CheckpointType | str) -> CheckpointType:
+    try:
+        return CheckpointType(checkpoint_type)
+    except ValueError:
+        expected = ", ".join(CheckpointType)
+        raise ConfigError(f"checkpoint_type: expected {expected}, found {checkpoint_type!r}") from None
 
 
 def _items(name: str, given: object, to: str) -> Iterable[tuple[str, Any]]:

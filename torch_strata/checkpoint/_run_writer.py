@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_strata import _native
 from torch_strata.checkpoint._assignment import Assignment
 from torch_strata.checkpoint._content import content_of
+from torch_strata.checkpoint._generation import Claim
 from torch_strata.checkpoint._items import NativeItems
 from torch_strata.checkpoint._opened import open_checkpoint
 from torch_strata.checkpoint._order import SaveOrder
@@ -22,6 +23,7 @@ from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.alarms import in_words
 from torch_strata.checkpoint.copying import Destination, commit_content
+from torch_strata.checkpoint.handle import UnseenSaves
 from torch_strata.checkpoint.planning import PackedItems
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.checkpoint.run_record import RunRecord
@@ -56,12 +58,15 @@ class RunWriter(StrataWriter):
         run: _native.Run,
         order: SaveOrder,
         *,
+        claim: Claim,
+        unseen: UnseenSaves,
         record: RunRecord,
         on_torn: OnTorn,
         config: StorageConfig,
         **settings: Any,
     ) -> None:
         self._root, self._run, self._order = root, run, order
+        self._claim, self.unseen = claim, unseen
         self._record, self._on_torn = record, on_torn
         self._parent: str | None = None
         self._rewrites = False
@@ -85,17 +90,14 @@ class RunWriter(StrataWriter):
         """As the writer's own, once the run allows this step.
 
         Raises:
-            CheckpointExistsError: If the step is saved already.
-            CheckpointError: If the run has gone further.
+            CheckpointExistsError: If the step is saved already, by whomever.
+            CheckpointError: If the run has gone further; if somebody holds what would be replaced.
         """
         if self._commits:
             order = self._order
-            newest = self._run.check_new(order.step, order.checkpoint_type.value, overwrite=order.overwrite)
+            parent = self._run.check_new(order.step, order.checkpoint_type.value, overwrite=order.overwrite)
             self._record.learn_newest(self._run, order)
-            is_incremental = order.checkpoint_type is CheckpointType.INCREMENTAL
-            # What it replaces goes: it cannot refer to that.
-            if is_incremental and newest is not None and newest != order.step:
-                self._parent = _native.run_folder(newest, CheckpointType.FULL.value)
+            self._parent = parent if order.checkpoint_type is CheckpointType.INCREMENTAL else None
         prepared = super().prepare_local_plan(plan)
         if self._commits:
             self._run.hold(self._generation())
@@ -135,6 +137,9 @@ class RunWriter(StrataWriter):
         except StrataError as error:
             _logger.warning("%s: %s: %s; everything is written", self.checkpoint_id, type(error).__name__, error)
             return None
+
+    def _generation(self) -> int:
+        return self._claim.generation()
 
     def _run_info(self) -> "RunInfo":
         return self._order.as_native()

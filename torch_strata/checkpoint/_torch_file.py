@@ -10,6 +10,7 @@ from torch_strata import _native
 from torch_strata.checkpoint._content import Content, Path, Piece, Tensor
 from torch_strata.checkpoint._dtypes import dtype_named
 from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._keys import keys_of, noted
 from torch_strata.checkpoint._torch_pickle import Storage, TensorRef, dump, load
 from torch_strata.checkpoint._torch_zip import TorchZip
 from torch_strata.errors import CheckpointError, CorruptionError
@@ -146,6 +147,7 @@ def open_torch_file(store: _native.Store, name: str, where: str) -> Content:
     if not isinstance(state, dict):
         raise CheckpointError(f"{where} holds a {type(state).__name__}, not a state_dict")
     leaves = flatten(state, where)
+    leaves |= flatten(noted(keys_of(state)), where)
     found = {fqn: leaf for fqn, (_, leaf) in leaves.items() if isinstance(leaf, TensorRef)}
     starts = _starts(store, name, archive, {leaf.storage for leaf in found.values()})
     native = _native.Checkpoint.plain(store, [_plain(fqn, leaf, name, starts) for fqn, leaf in found.items()])

@@ -30,7 +30,7 @@ from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._task import Task, TaskQueue
-from torch_strata.checkpoint.handle import SaveHandle
+from torch_strata.checkpoint.handle import SaveHandle, UnseenSaves
 from torch_strata.checkpoint.planning import ChosenItems
 from torch_strata.checkpoint.save_planner import StrataSavePlanner
 from torch_strata.checkpoint.save_stats import SaveStats
@@ -97,7 +97,7 @@ def async_save(
     Raises:
         ConfigError: If an argument cannot be used.
         CheckpointError: If a value cannot be copied.
-        StrataError: Why the save before failed, if nobody has asked for its result.
+        StrataError: Why a save before failed, the first of which nobody has asked for the result.
     """
     started = time.monotonic()
     writer = _writer_for(checkpoint_id, storage_writer)
@@ -124,7 +124,8 @@ def async_save(
             raise ConfigError(f"timeout: expected a timedelta above 0, found {timeout!r}")
         if on_failure not in ("raise", "continue"):
             raise ConfigError(f"on_failure: expected 'raise' or 'continue', found {on_failure!r}")
-        process.raise_unseen()
+        unseen = writer.unseen or process.unseen
+        unseen.raise_first()
         staged = writer.copy_state(_plain(state_dict), last=group.last_assignment(planner))
         task = Task(partial(_run, process, part, staged))
         future = process.tasks.put(task)
@@ -137,8 +138,7 @@ def async_save(
                 staged.lease.release()
         raise
     stage_time = timedelta(seconds=time.monotonic() - started)
-    process.last = SaveHandle(place, future, transfer, stage_time, raises=on_failure == "raise")
-    return process.last
+    return unseen.added(SaveHandle(place, future, transfer, stage_time, raises=on_failure == "raise"))
 
 
 def _step_of(state: Mapping[str, Any]) -> int | None:
@@ -159,15 +159,20 @@ def _check_steps(steps: Sequence[int | None], call: str) -> None:
 
 
 def in_turn(
-    place: str, work: Callable[[], SaveStats], transfer: _native.Transfer, *, on_failure: OnFailure
+    place: str,
+    work: Callable[[], SaveStats],
+    transfer: _native.Transfer,
+    *,
+    on_failure: OnFailure,
+    unseen: UnseenSaves,
 ) -> SaveHandle:
     """Do `work` in the background, when the saves before it have ended; a save as `async_save` does them.
 
     Raises:
-        StrataError: Why the save before failed, if nobody has asked for its result.
+        StrataError: Why one of `unseen` failed.
     """
     process = _process()
-    process.raise_unseen()
+    unseen.raise_first()
 
     def run() -> SaveStats:
         try:
@@ -182,8 +187,7 @@ def in_turn(
     except BaseException:
         task.withdraw()
         raise
-    process.last = SaveHandle(place, future, transfer, timedelta(), raises=on_failure == "raise")
-    return process.last
+    return unseen.added(SaveHandle(place, future, transfer, timedelta(), raises=on_failure == "raise"))
 
 
 def _writer_for(place: str | os.PathLike[str] | None, writer: StrataWriter | None) -> StrataWriter:
@@ -382,7 +386,7 @@ class _Process:
         self.pid = os.getpid()
         self.tasks = TaskQueue()
         self.beats = Beats()
-        self.last: SaveHandle | None = None
+        self.unseen = UnseenSaves()
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
 
     def group(self, group: dist.ProcessGroup | None, *, no_dist: bool) -> "_Group":
@@ -395,13 +399,6 @@ class _Process:
         if group not in self._groups:
             self._groups[group] = _Group(group)  # opens a connection
         return self._groups[group]
-
-    def raise_unseen(self) -> None:
-        """Raise what the save before failed at, if nobody has asked."""
-        last, self.last = self.last, None
-        failure = None if last is None else last.unseen_failure()
-        if failure is not None:
-            raise failure
 
 
 class _Group:

@@ -14,6 +14,7 @@ from torch_strata import _native
 from torch_strata.checkpoint._boxes import contiguous
 from torch_strata.checkpoint._content import Content, Path, Progress, Tensor
 from torch_strata.checkpoint._dtypes import dtype_named
+from torch_strata.checkpoint._keys import KEYS_KEY, Keys
 from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors, why_not_safetensors
 from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint._stream import ObjectStream
@@ -163,7 +164,11 @@ def export_torch(
         store.size(name)
         raise CheckpointExistsError(f"{os.fspath(destination)} already exists")
     chosen = _choose(content, key)
-    data_pkl, storages = dump(_nested(content, chosen))
+    state = _nested(content, chosen)
+    keys = _keys(content)
+    keys = keys if key is None else keys.below(key)
+    keys.give_back(state, [()])
+    data_pkl, storages = dump(state)
     records = [(f"data/{number}", storage.num_bytes) for number, storage in enumerate(storages)]
     stream = ObjectStream(store, name, archive_bytes(data_pkl, records))
     try:
@@ -184,7 +189,7 @@ def export_torch(
 
 def _choose(content: Content, key: str | None) -> list[_Chosen]:
     if key is None:
-        return [_Chosen(fqn, fqn, content.path_of(fqn)) for fqn in content.order]
+        return [_Chosen(fqn, fqn, content.path_of(fqn)) for fqn in content.order if not _is_note(content, fqn)]
     chosen = []
     for fqn in content.order:
         if not fqn.startswith(f"{key}."):
@@ -273,6 +278,16 @@ def _nested(content: Content, chosen: Sequence[_Chosen]) -> dict[str, Any]:
             value = _reference(content, tensor, storages)
         _set(root, item, value, content.where)
     return root
+
+
+def _keys(content: Content) -> Keys:
+    """What the one who saved has noted of keys; it is no part of the state."""
+    notes = content.read_values(fqn for fqn in content.order if _is_note(content, fqn))
+    return Keys.of_entries(load_value(data, f"{content.where}: {KEYS_KEY}") for _, data in notes)
+
+
+def _is_note(content: Content, fqn: str) -> bool:
+    return fqn in content.values and content.path_of(fqn)[:1] == (KEYS_KEY,)
 
 
 def _reference(content: Content, tensor: Tensor, storages: dict[tuple[Any, ...], Storage]) -> TensorRef:

@@ -13,7 +13,7 @@ from torch_strata.checkpoint._progress import in_words
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.errors import ConfigError, ForkedProcessError
 
-__all__ = ["SaveHandle", "SaveProgress"]
+__all__ = ["SaveHandle", "SaveProgress", "UnseenSaves"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +137,26 @@ class SaveHandle:
         """Call `callback` with this handle at the end, from the thread that saves; at once if that has been."""
         self._future.add_done_callback(lambda _: callback(self))
 
-    def unseen_failure(self) -> BaseException | None:
-        """Why the save failed, if it has ended, should raise, and nobody has asked; who calls this has asked."""
-        return self.exception() if self._raises and not self._is_seen and self._future.done() else None
+    @property
+    def matters(self) -> bool:
+        """Whether it goes on, or has failed so that somebody must be told and nobody has been."""
+        return not self.done() or (self._raises and not self._is_seen and self.failure is not None)
+
+
+class UnseenSaves:
+    """Saves of one user of this process, who is told of each failure: by a handle, or by the next call."""
+
+    def __init__(self) -> None:
+        self._saves: list[SaveHandle] = []
+
+    def added(self, save: SaveHandle) -> SaveHandle:
+        """Keep `save`, which is returned, until it has gone well or somebody has asked."""
+        self._saves.append(save)
+        return save
+
+    def raise_first(self) -> None:
+        """Raise what the first save of which nobody has asked has failed at; of that one somebody has asked now."""
+        self._saves = [save for save in self._saves if save.matters]
+        for save in self._saves:
+            if save.done() and (failure := save.exception()) is not None:
+                raise failure

@@ -7,31 +7,41 @@ through `async_save` and DCP.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import world_size
-from torch_strata.checkpoint._generation import generation_of
-from torch_strata.checkpoint._order import SaveOrder, check_name, check_step, make_order
+from torch_strata.checkpoint._generation import Claim, claimed, newest_generation
+from torch_strata.checkpoint._holds import held, release
+from torch_strata.checkpoint._keys import KEYS_KEY, KeyNotes
+from torch_strata.checkpoint._order import SaveOrder, check_step, folder_of, make_order
 from torch_strata.checkpoint._payload import Trusted
+from torch_strata.checkpoint._ranks import Ranks
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
 from torch_strata.checkpoint._run_settings import check_choice, check_span, check_store, policy_of, root_of
 from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
-from torch_strata.checkpoint._store import check_flag, resolve_config
+from torch_strata.checkpoint._store import check_flag, open_store, resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
-from torch_strata.checkpoint.handle import SaveHandle
+from torch_strata.checkpoint.handle import SaveHandle, UnseenSaves
 from torch_strata.checkpoint.metrics import write_text
 from torch_strata.checkpoint.reader import checked_classes
-from torch_strata.checkpoint.restore import DAMAGE, restore, together
+from torch_strata.checkpoint.restore import DAMAGE, plain, restore, set_aside
 from torch_strata.checkpoint.retention import Retention, best_of, best_policies
-from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint, open_run
+from torch_strata.checkpoint.run import (
+    CheckpointMetadata,
+    CheckpointType,
+    ListedCheckpoint,
+    open_run,
+    what_else_there_is,
+)
 from torch_strata.checkpoint.run_record import RunRecord
 from torch_strata.checkpoint.save_planner import StrataSavePlanner
 from torch_strata.checkpoint.save_stats import SaveStats
@@ -42,8 +52,6 @@ from torch_strata.errors import CheckpointNotFoundError, ConfigError, StrataErro
 __all__ = ["CheckpointManager"]
 
 _logger = logging.getLogger(__name__)
-
-_Found = TypeVar("_Found")
 
 
 class CheckpointManager:
@@ -101,6 +109,7 @@ class CheckpointManager:
         self._group, self._no_dist = process_group, check_flag("no_dist", no_dist)
         check_span("timeout", timeout)
         check_choice("on_failure", on_failure, "raise", "continue")
+        self._ranks = Ranks(process_group, no_dist=no_dist)
         self._timeout, self._on_failure = timeout, on_failure
         if max_age is not None:
             check_span("max_age", max_age)
@@ -112,7 +121,9 @@ class CheckpointManager:
             "allow_dtype_cast": check_flag("allow_dtype_cast", allow_dtype_cast),
             "trusted_classes": checked_classes(trusted_classes),
         }
+        self._claim, self._unseen = Claim(self._root, self._config), UnseenSaves()
         self._handles: list[CheckpointHandle] = []
+        self._notes = KeyNotes(self._root)
 
     @property
     def storage_path(self) -> str:
@@ -148,10 +159,12 @@ class CheckpointManager:
             ConfigError: If an argument cannot be used.
             CheckpointError: If a value cannot be copied; if nothing was committed for `max_age`; with
                 ``on_torn="raise"`` if the state changes meanwhile.
-            StrataError: Why the save before failed, if nobody has asked for its result.
+            ForkedProcessError: In a child of a process that saves to the run, with the manager of that one.
+            StrataError: Why a save of this manager failed before, the first of which nobody has asked for the result.
         """
+        self._claim.check_process()
         order = make_order(step, epoch, checkpoint_type, metadata, metrics, overwrite=overwrite)
-        if self._rank == 0:
+        if self._ranks.number == 0:
             self._record.note_metrics(order)
         if self._max_age is not None:
             self._record.check_age(self._max_age)
@@ -161,7 +174,7 @@ class CheckpointManager:
         except StrataError:
             self._record.note_refused(order)
             raise
-        self._handles = [known for known in self._handles if not known.done()]
+        self._handles = [known for known in self._handles if known.matters]
         found = CheckpointHandle(handle, self._run, order)
         self._handles.append(found)
         self._record.follow(handle, order)
@@ -175,7 +188,7 @@ class CheckpointManager:
 
         def write() -> SaveStats:
             started = time.monotonic()
-            self._claim()
+            self._hold_right()
             raw = self._run.save_bytes(
                 taken, order.as_native(), save_id=os.urandom(16).hex(), overwrite=order.overwrite, transfer=transfer
             )
@@ -185,7 +198,7 @@ class CheckpointManager:
                 save_id=raw[0], written_bytes=raw[4], own_bytes=raw[4], write_seconds=seconds, committed=True
             )
 
-        return in_turn(path, write, transfer, on_failure=self._on_failure)
+        return in_turn(path, write, transfer, on_failure=self._on_failure, unseen=self._unseen)
 
     def _save_state(self, state: Any, order: SaveOrder) -> SaveHandle:
         held = state.state_dict() if hasattr(state, "state_dict") and not isinstance(state, dict) else state
@@ -194,15 +207,18 @@ class CheckpointManager:
         key = order.checkpoint_type.key
         if key is not None and key not in held:
             raise ConfigError(f"state: a checkpoint of type {order.checkpoint_type} needs the key {key!r}")
-        if RNG_KEY in held:
-            raise ConfigError(f"state: the key {RNG_KEY!r} is the manager's own")
-        whole = held if key is None else {key: held[key]}
+        if taken := held.keys() & {RNG_KEY, KEYS_KEY}:
+            raise ConfigError(f"state: the key {taken.pop()!r} is the manager's own")
+        whole = plain(held if key is None else {key: held[key]})
+        whole |= self._notes.of(whole)
         if order.checkpoint_type.is_whole:
-            whole = {**whole, RNG_KEY: {str(self._rank): capture_rng()}}
+            whole = {**whole, RNG_KEY: {str(self._ranks.number): capture_rng()}}
         return async_save(
             whole,
             storage_writer=RunWriter(
                 *(self._root, self._run, order),
+                claim=self._claim,
+                unseen=self._unseen,
                 record=self._record,
                 on_torn=self._on_torn,
                 config=self._config,
@@ -220,7 +236,7 @@ class CheckpointManager:
     def load(
         self,
         which: int | Literal["latest", "best"] = "latest",
-        state: dict[str, Any] | None = None,
+        state: Any = None,
         *,
         rng: bool = True,
     ) -> Any:
@@ -232,9 +248,9 @@ class CheckpointManager:
 
         Args:
             which: A step, the newest, or the best by the policy's one KeepBest.
-            state: Filled in place, as by ``dcp.load``; lists and dicts that are empty in it get all that was saved in
-                them, see `StrataReader`. If not given, a new state of plain tensors is returned, all of it on this
-                rank.
+            state: A state dict, filled in place as by ``dcp.load``, or a Stateful; lists and dicts that are empty in it
+                get all that was saved in them, see `StrataReader`. If not given, a new state of plain tensors is
+                returned, all of it on this rank.
             rng: Whether the random number generators go on as they did then.
 
         Returns:
@@ -242,25 +258,29 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: If there is none.
+            CheckpointError: If ranks ask for different checkpoints.
             CorruptionError: If the step that was asked for is damaged, or every one is.
             ObjectNotFoundError: Likewise, if something of it is missing.
-            LayoutMismatchError: If `state` does not fit, or has keys that no part of the step was saved with.
+            LayoutMismatchError: If `state` does not fit, or has keys that no part of the step was saved with; if bytes
+                were saved, and a state is given.
         """
+        if not (state is None or isinstance(state, dict | Stateful)):
+            raise ConfigError(f"state: expected a state dict or a Stateful, found a {type(state).__name__}")
+        self._ranks.check_same(f"load({which!r}) with{'out' * (state is None)} a state")
         tried: dict[str, Exception] = {}
         while True:
             # Listed again after each: another process may have saved, and removed what it does not keep.
-            candidates = self._agree(lambda: self._candidates(which))
+            candidates = self._ranks.agree(lambda: self._candidates(which))
             found = next((found for found in candidates if found[0].id not in tried), None)
             if found is None:
-                missing = CheckpointNotFoundError(f"no checkpoint to resume from at {self._root}")
-                raise next(reversed(tried.values()), missing)
+                raise next(reversed(tried.values())) if tried else self._none(which, self.listed())
             try:
                 return self._load(found, state, rng=rng)
             except (*DAMAGE, CheckpointNotFoundError) as error:
                 if which != "latest":
                     raise
                 if isinstance(error, DAMAGE):  # and not removed before it was opened, or on no disk of this rank
-                    self._set_aside(found[0], error)
+                    set_aside(found[0], self._run, error, marks=self._ranks.number == 0)
                 tried[found[0].id] = error
 
     def latest(self) -> CheckpointMetadata | None:
@@ -289,7 +309,7 @@ class CheckpointManager:
 
     def next_step(self) -> int:
         """One more than the highest step there is, 1 if there is none; every rank calls it and gets the same."""
-        return max((found.step for found in self._agree(self.all)), default=0) + 1
+        return max((found.step for found in self._ranks.agree(self.all)), default=0) + 1
 
     def listed(self) -> list[ListedCheckpoint]:
         """Every folder of the run, with what is the matter with it."""
@@ -312,39 +332,56 @@ class CheckpointManager:
 
         Every rank calls it. Claims the run, as a save does. Returns the folders that are left behind.
 
+        Args:
+            step: Of a checkpoint; 0 for the very beginning.
+
         Raises:
+            CheckpointNotFoundError: If there is no such checkpoint; nothing is left behind then.
+            CheckpointError: If ranks ask for different steps.
+            ForkedProcessError: As `save`.
             StaleGenerationError: If another process has claimed the run.
         """
-        with together(self._group, no_dist=self._alone):
+        self._claim.check_process()
+        self._ranks.check_same(f"rollback({check_step(step)})")
+        with self._ranks.together():
             self.wait()
 
         def take_back() -> list[str]:
-            self._claim()
-            return self._run.rollback(check_step(step))
+            listed = self.listed()
+            if step and all(one.metadata is None or one.metadata.step != step for one in listed):
+                raise self._none(step, listed)
+            if not listed and not self._newest_generation():
+                return []  # nothing is made where nothing is
+            self._hold_right()
+            return self._run.rollback(step)
 
-        return self._agree(take_back)
+        return self._ranks.agree(take_back)
 
-    @contextmanager
-    def hold(self, step: int, who: str) -> Iterator[None]:
-        """No policy removes the checkpoint of `step` meanwhile, in whatever process.
+    def hold(
+        self, step: int, who: str, *, checkpoint_type: CheckpointType | str = CheckpointType.FULL
+    ) -> AbstractContextManager[None]:
+        """No policy removes the checkpoint of `step` meanwhile, and no save replaces it, in whatever process.
+
+        Several may hold it at once, under one name too. The hold of a process that died stays, see `release`.
 
         Raises:
             CheckpointNotFoundError: If there is none.
         """
-        folder = _native.run_folder(check_step(step), CheckpointType.FULL.value)
-        check_name(who)
-        self._run.pin(folder, who)
-        try:
-            yield
-        finally:
-            self._run.unpin(folder, who)
+        return held(self._run, folder_of(step, checkpoint_type), who)
 
-    def verify(self, step: int) -> VerifyReport:
+    def release(self, step: int, who: str, *, checkpoint_type: CheckpointType | str = CheckpointType.FULL) -> int:
+        """End all holds of `who` on the checkpoint of `step`, where those who held it are gone; how many there were."""
+        return release(self._run, self._root, self._config, folder_of(step, checkpoint_type), who)
+
+    def verify(self, step: int, *, checkpoint_type: CheckpointType | str = CheckpointType.FULL) -> VerifyReport:
         """Read all of a checkpoint and compare it with its digests.
 
         A sound one is not removed while it is the newest that is known to be; a damaged one is set aside.
+
+        Raises:
+            CheckpointNotFoundError: If there is none.
         """
-        folder = _native.run_folder(check_step(step), CheckpointType.FULL.value)
+        folder = folder_of(step, checkpoint_type)
         found = CheckpointMetadata.of_native(self._run.found(folder))
         report = verify(found.path, config=self._config)
         if report.is_sound:
@@ -358,10 +395,20 @@ class CheckpointManager:
         return self._run.plan()[0]
 
     def apply_retention(self) -> None:
-        """Apply the policy now. Every rank may call it: the first does it, which has the right to."""
-        if self._rank == 0:
-            self._claim()
+        """Apply the policy now. Every rank may call it: the first does it.
+
+        A process that has not saved to the run claims nothing by this: whoever trains goes on.
+        """
+        self._claim.check_process()
+        if self._ranks.number != 0:
+            return
+        if claimed(self._root) is not None:
+            self._hold_right()
             retain(self._run, self._root, self._record)
+            return
+        run = open_run(self._root, self._config, policy=self._retention)
+        run.hold(self._newest_generation())
+        retain(run, self._root, self._record)
 
     @property
     def last_durable_age(self) -> timedelta:
@@ -370,7 +417,7 @@ class CheckpointManager:
 
     def metrics(self) -> str:
         """What this rank's saves did, in Prometheus' text format; metrics are listed in docs/guide/manager.md."""
-        return self._record.text(rank=self._rank)
+        return self._record.text(rank=self._ranks.number)
 
     def write_metrics(self, path: str | os.PathLike[str]) -> None:
         """Replace the file at `path` by `metrics`, at once: ``*.prom`` in the directory of node_exporter's textfile.
@@ -393,33 +440,12 @@ class CheckpointManager:
                 raise
             _logger.error("%s: %s: %s", self._root, type(failure).__name__, failure)
 
-    @property
-    def _alone(self) -> bool:
-        return self._no_dist or world_size() is None
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._alone else dist.get_rank(self._group)
-
-    def _claim(self) -> None:
+    def _hold_right(self) -> None:
         """The right to commit and to remove: the one that this process's writers have too."""
-        self._run.hold(generation_of(self._root, self._config))
+        self._run.hold(self._claim.generation())
 
-    def _agree(self, find: Callable[[], list[_Found]]) -> list[_Found]:
-        """What the first rank finds, or its error, on all of them."""
-        if self._alone:
-            return find()
-        told: list[Any] = [None]
-        if self._rank == 0:
-            try:
-                told[0] = find()
-            except Exception as error:
-                told[0] = error
-        dist.broadcast_object_list(told, group=self._group, group_src=0)
-        if isinstance(told[0], Exception):
-            raise told[0]
-        found: list[_Found] = told[0]
-        return found
+    def _newest_generation(self) -> int:
+        return newest_generation(open_store(self._root, self._config))
 
     def _candidates(self, which: int | str) -> list[list[CheckpointMetadata]]:
         """Each a whole checkpoint, or the parts of a step."""
@@ -430,11 +456,13 @@ class CheckpointManager:
             return [] if best is None else [[best]]
         step = check_step(which)
         at = [found for found in self.all() if found.step == step]
-        if not at:
-            raise CheckpointNotFoundError(f"no checkpoint of step {step} at {self._root}")
-        return [[found for found in at if found.checkpoint_type.is_whole] or at]
+        return [[found for found in at if found.checkpoint_type.is_whole] or at] if at else []
 
-    def _load(self, found: list[CheckpointMetadata], state: dict[str, Any] | None, *, rng: bool) -> Any:
+    def _none(self, which: int | str, listed: Sequence[ListedCheckpoint]) -> CheckpointNotFoundError:
+        what = "no checkpoint to resume from" if isinstance(which, str) else f"no checkpoint of step {which}"
+        return CheckpointNotFoundError("; ".join([f"{what} at {self._root}", *what_else_there_is(listed)]))
+
+    def _load(self, found: list[CheckpointMetadata], state: Any, *, rng: bool) -> Any:
         return restore(
             found,
             self._run,
@@ -442,19 +470,6 @@ class CheckpointManager:
             rng=rng,
             config=self._config,
             process_group=self._group,
-            no_dist=self._alone,
+            no_dist=self._ranks.is_alone,
             **self._reading,
         )
-
-    def _set_aside(self, found: CheckpointMetadata, error: BaseException) -> None:
-        _logger.debug("%s is damaged", found.path, exc_info=error)
-        if self._rank != 0:
-            return
-        what = type(error).__name__, error
-        _logger.error("%s is damaged and is passed over; nothing of it is removed: %s: %s", found.path, *what)
-        folder = _native.run_folder(found.step, found.checkpoint_type.value)
-        try:
-            if found in self.all():  # and was not removed while it was read
-                self._run.quarantine(folder, found.id, f"{type(error).__name__}: {error}")
-        except StrataError as failure:  # as where nothing may be written: it is passed over all the same
-            _logger.warning("%s: not marked as damaged: %s: %s", found.path, type(failure).__name__, failure)

@@ -9,10 +9,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_strata import _native
 from torch_strata.checkpoint._board import travelling
 from torch_strata.checkpoint._grown import empty_containers, nested, number_params, slot_for
+from torch_strata.checkpoint._keys import KEYS_KEY, Keys
 from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._quiet import quiet_alone
 from torch_strata.checkpoint._rng import RNG_KEY, restore_rng
@@ -21,9 +23,9 @@ from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.checkpoint.reader import StrataReader
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CorruptionError, LayoutMismatchError, ObjectNotFoundError
+from torch_strata.errors import CorruptionError, LayoutMismatchError, ObjectNotFoundError, StrataError
 
-__all__ = ["DAMAGE", "restore", "together"]
+__all__ = ["DAMAGE", "plain", "restore", "set_aside", "together"]
 
 _logger = logging.getLogger(__name__)
 
@@ -34,20 +36,25 @@ DAMAGE = (CorruptionError, ObjectNotFoundError)
 _BYTES = "bytes"
 
 
-def restore(
-    found: Sequence[CheckpointMetadata], run: _native.Run, state: dict[str, Any] | None, **settings: Any
-) -> Any:
+def restore(found: Sequence[CheckpointMetadata], run: _native.Run, state: Any, **settings: Any) -> Any:
     """Load a whole checkpoint, or all parts that there are of a step, as `_restore_one` does.
 
     Args:
         found: The one, or the parts.
         run: The run that they are of.
-        state: As `_restore_one`.
+        state: As `_restore_one`, or a Stateful, which is given what was loaded.
         settings: As `_restore_one`.
 
     Raises:
         LayoutMismatchError: If `state` has keys that no part was saved with; nothing has been changed then.
     """
+    if isinstance(state, Stateful) and not isinstance(state, dict):
+        with together(settings["process_group"], no_dist=settings["no_dist"]):
+            held = state.state_dict()
+        held = restore(found, run, held, **settings)
+        with together(settings["process_group"], no_dist=settings["no_dist"]):
+            state.load_state_dict(held)
+        return state
     parts = {kind.key: part for part in found if (kind := part.checkpoint_type).key is not None}
     if parts and state is not None and not parts.keys() >= state.keys():
         raise LayoutMismatchError(_words(found, [key for key in state if key not in parts]))
@@ -101,6 +108,7 @@ def _restore_one(
         The bytes if bytes were saved; else the state.
 
     Raises:
+        LayoutMismatchError: If bytes are to be loaded into a state.
         StrataError: What a rank has failed at, on all of them. `state` may hold some of what was loaded then; lists and
             dicts that were empty are empty.
     """
@@ -113,11 +121,16 @@ def _restore_one(
         metadata = reader.read_metadata()
         paths = entry_paths(metadata.planner_data)
         is_bytes = set(metadata.state_dict_metadata) == {_BYTES} and not paths
-        fqns = [fqn for fqn in metadata.state_dict_metadata if paths.get(fqn, ("",))[0] != RNG_KEY]
-        generators = [fqn for fqn, path in paths.items() if rng and path[:2] == (RNG_KEY, rank)]
-        wanted = dict(state) if state is not None else {} if is_bytes else _slots(metadata, fqns)
-        wanted |= _slots(metadata, generators)
-    empty = [held for _, held, _ in empty_containers(wanted)]
+        if is_bytes and state is not None:
+            raise LayoutMismatchError(f"{found.path}: holds bytes, not a state: load it without one")
+        own = {fqn: path for fqn, path in paths.items() if path[:1] in ((RNG_KEY,), (KEYS_KEY,))}
+        fqns = [fqn for fqn in metadata.state_dict_metadata if fqn not in own]
+        notes = [fqn for fqn, path in own.items() if path[0] == KEYS_KEY]
+        generators = [fqn for fqn, path in own.items() if rng and path[:2] == (RNG_KEY, rank)]
+        # A Stateful is given what was loaded when that is complete.
+        wanted = plain(state) if state is not None else {} if is_bytes else _slots(metadata, fqns)
+        wanted |= _slots(metadata, [*generators, *notes])
+    empty = list(empty_containers(wanted))
     try:
         with together(process_group, no_dist=no_dist), quiet_alone(alone):
             if is_bytes:
@@ -129,20 +142,54 @@ def _restore_one(
                 process_group=None if alone else process_group,
                 no_dist=alone,
             )
+            generated = wanted.pop(RNG_KEY, {})
+            keys = Keys.of_entries(wanted.pop(KEYS_KEY, {}).values())
+            keys.give_back(wanted, [()] if state is None else [path for path, _, _ in empty])
+        with together(process_group, no_dist=no_dist):
             if generators:
-                restore_rng(wanted.pop(RNG_KEY)[rank])
+                restore_rng(generated[rank])
+            if state is not None:
+                _hand_over(wanted, state)
     except BaseException:
         # This rank may have filled what another could not: the next attempt is to find it as it was.
-        for held in empty:
+        for _, held, _ in empty:
             held.clear()
         raise
     if rng and not generators and found.checkpoint_type.is_whole:
         _logger.warning("%s: rank %s saved no random number generators; those here go on as they are", found.path, rank)
     if state is None:
-        number_params(wanted)
+        number_params(wanted)  # of what was saved without such notes
         return wanted
-    state.update(wanted)
     return state
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """With what the Statefuls in it say of themselves."""
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+
+
+def _hand_over(loaded: dict[str, Any], state: dict[str, Any]) -> None:
+    """As ``dcp.load``: a Stateful in `state` is given what was loaded for it, all else is replaced."""
+    for key, value in loaded.items():
+        if isinstance(state.get(key), Stateful):
+            state[key].load_state_dict(value)
+        else:
+            state[key] = value
+
+
+def set_aside(found: CheckpointMetadata, run: _native.Run, error: BaseException, *, marks: bool) -> None:
+    """Say that `found` is damaged, if this rank is the one that `marks` it, and see to it that all pass it over."""
+    _logger.debug("%s is damaged", found.path, exc_info=error)
+    if not marks:
+        return
+    what = type(error).__name__, error
+    _logger.error("%s is damaged and is passed over; nothing of it is removed: %s: %s", found.path, *what)
+    folder = _native.run_folder(found.step, found.checkpoint_type.value)
+    try:
+        if any(raw[0] == found.id for raw in run.all()):  # and was not removed while it was read
+            run.quarantine(folder, found.id, f"{type(error).__name__}: {error}")
+    except StrataError as failure:  # as where nothing may be written: it is passed over all the same
+        _logger.warning("%s: not marked as damaged: %s: %s", found.path, type(failure).__name__, failure)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What is known of the checkpoints of a run. Imports no torch."""
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -12,7 +12,7 @@ from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.retention import KeepAll, Retention
 from torch_strata.config import StorageConfig
 
-__all__ = ["CheckpointMetadata", "CheckpointType", "ListedCheckpoint", "open_run"]
+__all__ = ["CheckpointMetadata", "CheckpointType", "ListedCheckpoint", "open_run", "what_else_there_is"]
 
 # Longer than any save takes: what is older and named by no manifest is of a save that has died.
 ORPHAN_AGE = timedelta(days=1)
@@ -131,6 +131,34 @@ class ListedCheckpoint:
             pins=tuple(pins),
             refers_to=tuple(refers_to),
         )
+
+
+# Folders that a message names.
+_NAMED = 4
+
+
+def what_else_there_is(listed: Sequence[ListedCheckpoint]) -> list[str]:
+    """In words: what is in a run besides checkpoints to resume from."""
+    usable = [one for one in listed if not one.is_quarantined and not one.is_abandoned]
+    parts = [one for one in usable if one.metadata is not None and not one.metadata.checkpoint_type.is_whole]
+    foreign = [one for one in listed if one.state == "foreign"]
+    kinds = (
+        ("of parts, which load by their step", parts),
+        (
+            "of somebody else, which StrataReader or torch's own reader loads",
+            foreign,
+        ),
+        ("found damaged", [one for one in listed if one.is_quarantined]),
+        ("left behind by rollback", [one for one in listed if one.is_abandoned and not one.is_quarantined]),
+        ("unreadable", [one for one in listed if one.state == "unreadable"]),
+        ("not committed", [one for one in listed if one.state == "uncommitted"]),
+    )
+    return [f"{_names(found)}: {what}" for what, found in kinds if found]
+
+
+def _names(found: Sequence[ListedCheckpoint]) -> str:
+    more = len(found) - _NAMED
+    return ", ".join(one.folder for one in found[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def open_run(

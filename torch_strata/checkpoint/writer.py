@@ -43,17 +43,13 @@ from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_
 from torch_strata.checkpoint._training_group import warn_of_training_group
 from torch_strata.checkpoint._turns import takes_turn, wait_for_turn
 from torch_strata.checkpoint._unpickle import load_stock_metadata
+from torch_strata.checkpoint.handle import UnseenSaves
 from torch_strata.checkpoint.planning import compact
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.staging import snapshot, snapshot_behind_training
 from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.config import StorageConfig
-from torch_strata.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    ConfigError,
-    CorruptionError,
-)
+from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptionError
 
 if TYPE_CHECKING:
     from torch_strata._types import RunInfo, StockParts
@@ -90,6 +86,8 @@ class StrataWriter(StorageWriter):
 
     # AsyncStager: nobody needs to wait after `stage`; with `overlap` the optimizer does.
     _synchronize_after_execute: bool = False
+    # Whose failures `async_save` raises with it; if None those of the process.
+    unseen: UnseenSaves | None = None
 
     def __init__(
         self,

@@ -12,6 +12,9 @@ use crate::{Error, Result};
 /// Numbered, create-only records below a run root: the highest names the run that may commit.
 const GENERATIONS_FOLDER: &str = ".strata/generations/";
 
+/// Records that stay: a person may want to see who came and when. Only the highest counts.
+const RECORDS_KEPT: u64 = 16;
+
 /// Racing claims are rare: each loser moves up by one.
 const CLAIM_TRIES: u32 = 100;
 
@@ -85,7 +88,10 @@ pub async fn claim_generation(run_root: &dyn Store, owner: &str) -> Result<u64> 
         let next = newest_generation(run_root).await? + 1;
         let name = format!("{GENERATIONS_FOLDER}{next:020}");
         match run_root.put(&name, Bytes::copy_from_slice(owner.as_bytes()), PutMode::Create).await {
-            Ok(()) => return Ok(next),
+            Ok(()) => {
+                forget_generations(run_root, next).await;
+                return Ok(next);
+            }
             Err(IoError::AlreadyExists { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -93,9 +99,24 @@ pub async fn claim_generation(run_root: &dyn Store, owner: &str) -> Result<u64> 
     Err(Error::Plan(format!("{}: {CLAIM_TRIES} claims of a generation were lost to others", run_root.url())))
 }
 
+/// Removes records of long ago, best effort: what stays goes at the next claim.
+async fn forget_generations(run_root: &dyn Store, newest: u64) {
+    let Ok(listed) = run_root.list(GENERATIONS_FOLDER).await else { return };
+    let is_old = |name: &str| number_of(name).is_some_and(|number| number + RECORDS_KEPT <= newest);
+    for object in listed.iter().filter(|object| is_old(&object.name)) {
+        if let Err(error) = run_root.delete(&object.name).await {
+            tracing::debug!("{}: {} stays for now: {error}", run_root.url(), object.name);
+            return;
+        }
+    }
+}
+
+fn number_of(name: &str) -> Option<u64> {
+    name.strip_prefix(GENERATIONS_FOLDER)?.parse().ok()
+}
+
 /// Highest claimed generation; 0 if there is none.
 pub(crate) async fn newest_generation(run_root: &dyn Store) -> Result<u64> {
     let listed = or_empty(run_root.list(GENERATIONS_FOLDER).await)?;
-    let number = |name: &str| name.strip_prefix(GENERATIONS_FOLDER)?.parse().ok();
-    Ok(listed.iter().filter_map(|object| number(&object.name)).max().unwrap_or(0))
+    Ok(listed.iter().filter_map(|object| number_of(&object.name)).max().unwrap_or(0))
 }

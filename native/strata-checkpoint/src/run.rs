@@ -1,5 +1,6 @@
 //! A run: the checkpoints of one training, side by side below a root. What they are called and what is said of them.
 
+mod admission;
 pub mod catalog;
 mod leftovers;
 pub mod life;

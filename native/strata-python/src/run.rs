@@ -164,10 +164,9 @@ impl Run {
     }
 
     #[pyo3(signature = (step, checkpoint_type, *, overwrite))]
-    fn check_new(&self, py: Python<'_>, step: u64, checkpoint_type: &str, overwrite: bool) -> PyResult<Option<u64>> {
+    fn check_new(&self, py: Python<'_>, step: u64, checkpoint_type: &str, overwrite: bool) -> PyResult<Option<String>> {
         let (run, part) = (self.open()?, type_of(checkpoint_type)?.part());
-        let newest = wait(py, async move { run.check_new(step, part, overwrite).await })?;
-        Ok(newest.map(|newest| newest.step))
+        wait(py, async move { run.check_new(step, part, overwrite).await })
     }
 
     #[pyo3(signature = (data, run_info, *, save_id, overwrite, transfer))]

@@ -26,6 +26,15 @@ pub(crate) const ABANDONED: &str = "abandoned-";
 pub(crate) const VERIFIED: &str = "verified-";
 pub(crate) const PIN: &str = "pin-";
 
+/// Characters of the nonce that keeps the pins of two holders of the same name apart, behind the name and a dot.
+const NONCE_DIGITS: usize = 16;
+
+/// Who a pin is of.
+fn holder(pin: &str) -> &str {
+    let is_nonce = |end: &str| end.len() == NONCE_DIGITS && end.bytes().all(|byte| byte.is_ascii_hexdigit());
+    pin.rsplit_once('.').filter(|(_, end)| is_nonce(end)).map_or(pin, |(who, _)| who)
+}
+
 /// A folder below a run's root, and what is committed in it.
 #[derive(Debug, Clone)]
 pub struct Listed {
@@ -209,7 +218,7 @@ async fn look_once(
         is_quarantined: is_marked(QUARANTINED),
         is_abandoned: is_marked(ABANDONED),
         is_verified: is_marked(VERIFIED),
-        pins: marked(objects, PIN).map(str::to_owned).collect(),
+        pins: marked(objects, PIN).map(holder).map(str::to_owned).collect::<BTreeSet<_>>().into_iter().collect(),
         folder: folder.to_owned(),
         objects: objects.to_vec(),
         state,

@@ -9,6 +9,7 @@ use strata_io::schedule::ByteBudget;
 use strata_io::{PutMode, Store};
 use tokio::sync::OnceCell;
 
+use super::admission::{admit, parent};
 use super::catalog::{ABANDONED, Known, Listed, PIN, QUARANTINED, State, VERIFIED, catalog_again, folder_of, known};
 use super::retention::Policy;
 use super::sweep::{Rules, SweepPlan, Swept, check_generation, plan_sweep, sweep};
@@ -106,25 +107,15 @@ impl Run {
         Ok(all)
     }
 
-    /// Whether a checkpoint of this step and part may be saved now, and what the newest whole one is.
+    /// Whether a checkpoint of this step and part may be saved now, and the folder of the one to which it may refer.
     ///
     /// # Errors
-    /// [`Error::Exists`] if it is there and `overwrite` is not set; [`Error::Plan`] if the run has gone further.
-    pub async fn check_new(&self, step: u64, part: Part, overwrite: bool) -> Result<Option<CheckpointMetadata>> {
-        let url = self.root.url();
-        let all = self.all().await?;
-        let of_part = || all.iter().filter(|checkpoint| checkpoint.checkpoint_type.part() == part);
-        if !overwrite && of_part().any(|checkpoint| checkpoint.step == step) {
-            return Err(Error::Exists { url: format!("{url}/{}", folder(step, part)) });
-        }
-        if let Some(newest) = of_part().next_back().filter(|newest| newest.step > step) {
-            return Err(Error::Plan(format!(
-                "{url}: step {step} lies before step {}, which is saved already: who resumes would go on from that one; \
-                 call rollback({step}) first if the run was taken back",
-                newest.step
-            )));
-        }
-        Ok(all.into_iter().rfind(|checkpoint| checkpoint.checkpoint_type.part() == Part::Whole))
+    /// [`Error::Exists`] if there is one, ours or somebody else's, and `overwrite` is not set; [`Error::Plan`] if
+    /// somebody holds what would be replaced, or if the run has gone further.
+    pub async fn check_new(&self, step: u64, part: Part, overwrite: bool) -> Result<Option<String>> {
+        let (listed, url) = (self.catalog().await?, self.root.url());
+        admit(&listed, url, step, part, overwrite)?;
+        Ok(parent(&listed, url, step))
     }
 
     /// Saves `bytes` as the checkpoint of a step, and lets retention do its work.
@@ -248,6 +239,7 @@ impl Run {
     /// # Errors
     /// What the store says; [`Error::NotFound`] if nothing is committed there.
     pub async fn pin(&self, name: &str, who: &str) -> Result<()> {
+        self.found(name).await?;
         self.mark(name, PIN, who, "").await?;
         // Retention may have looked before the pin was there: then its tombstone is.
         let place = self.root.child(name)?;

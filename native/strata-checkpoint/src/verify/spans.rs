@@ -85,9 +85,8 @@ impl<'a> Span<'a> {
     }
 
     fn takes(&self, item: &Item, file: &Range<u64>) -> bool {
-        let is_near = file.start >= self.range.end && file.start - self.range.end <= GAP_BYTES;
-        let fits = file.end - self.range.start <= REQUEST_BYTES - PAGE_BYTES;
-        self.object == item.object && is_near && fits
+        let follows = self.object == item.object && file.start >= self.range.end;
+        follows && file.start - self.range.end <= GAP_BYTES && file.end - self.range.start <= REQUEST_BYTES - PAGE_BYTES
     }
 
     fn add(&mut self, item: &'a Item, payload: Range<u64>, file: Range<u64>) {

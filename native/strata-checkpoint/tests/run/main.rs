@@ -20,14 +20,14 @@ use strata_checkpoint::run::life::Run as Life;
 use strata_checkpoint::run::manager::{CheckpointManager, CheckpointManagerConfig};
 use strata_checkpoint::run::retention::Policy;
 use strata_checkpoint::run::sweep::{Rules, Swept, plan_sweep, sweep};
-use strata_checkpoint::run::{CheckpointType, RunInfo};
+use strata_checkpoint::run::{CheckpointType, Part, RunInfo};
 use strata_checkpoint::{
     Commit, CommitStats, Error, Parent, Payload, Promises, Records, SaveItem, Source, StockParts, claim_generation,
     commit, open, open_base, write_items,
 };
 use strata_io::schedule::ByteBudget;
 use strata_io::testing::{Hook, Hooked, Kind as RequestKind, Request};
-use strata_io::{IoConfig, Store};
+use strata_io::{IoConfig, PutMode, Store};
 
 const NOW: u64 = 2_000_000_000;
 
@@ -453,4 +453,38 @@ async fn a_checkpoint_that_is_held_stays_and_a_damaged_one_takes_nobodys_place()
     manager.run().retain().await.expect("swept");
     assert_eq!(steps().await, [1], "the only one that can be resumed from stays");
     assert!(!root.list("step-3/").await.expect("listed").is_empty(), "a person shall look at it");
+}
+
+#[tokio::test]
+async fn nobody_may_refer_to_what_a_damaged_checkpoint_has_in_common_with_others() {
+    let run = Run::new(memory()).await;
+    let frozen = [("frozen", 7)];
+    run.save(1, &frozen, None).await;
+    run.save(2, &frozen, Some("step-1")).await;
+    run.save(3, &frozen, Some("step-2")).await;
+    let life = Life::new(run.root.clone(), ByteBudget::new(64 << 20), "me".to_owned(), Policy::All, Duration::MAX);
+    let parent = |step: u64, overwrite: bool| life.check_new(step, Part::Whole, overwrite);
+    assert_eq!(parent(4, false).await.expect("allowed"), Some("step-3".to_owned()));
+    assert_eq!(parent(3, true).await.expect("allowed"), None, "what is replaced goes");
+    life.quarantine("step-3", &format!("{:032x}", 3), "a bit flipped, maybe in step-1").await.expect("marked");
+    assert_eq!(parent(4, false).await.expect("allowed"), None, "step-2 refers to step-1 too");
+    run.save(4, &frozen, None).await;
+    assert_eq!(parent(5, false).await.expect("allowed"), Some("step-4".to_owned()));
+}
+
+#[tokio::test]
+async fn what_somebody_holds_or_a_stranger_saved_is_not_replaced() {
+    let run = Run::new(memory()).await;
+    run.save(1, &[("a", 1)], None).await;
+    let life = Life::new(run.root.clone(), ByteBudget::new(64 << 20), "me".to_owned(), Policy::All, Duration::MAX);
+    life.pin("step-1", "an evaluation.0123456789abcdef").await.expect("pinned");
+    let refused = life.check_new(1, Part::Whole, true).await.expect_err("refused").to_string();
+    assert!(refused.contains("\"an evaluation\" holds it"), "{refused}");
+    run.root.put("step-2/.metadata", Bytes::from("theirs"), PutMode::Create).await.expect("put");
+    let refused = life.check_new(2, Part::Whole, false).await.expect_err("refused");
+    assert!(matches!(refused, Error::Exists { .. }), "{refused}");
+    life.check_new(2, Part::Whole, true).await.expect("allowed");
+    let missing = life.pin("step-9", "me").await.expect_err("refused");
+    assert!(matches!(missing, Error::NotFound { .. }), "{missing}");
+    assert!(run.root.list("step-9/.strata/").await.map_or(true, |left| left.is_empty()), "nothing stays");
 }

@@ -55,6 +55,7 @@ impl Model {
     /// A save was said to be committed. `was_raced`: others have changed the run since it began, maybe even what it did.
     pub fn committed(&mut self, id: &str, step: u64, part: Part, was_raced: bool) {
         let name = folder(step, part);
+        self.verified.retain(|_, verified| *verified != name);
         if was_raced {
             if let Some(known) = self.required.get_mut(&name) {
                 known.ids.insert(id.to_owned());
@@ -62,8 +63,13 @@ impl Model {
             return;
         }
         self.possible.remove(&name);
-        self.verified.retain(|_, verified| *verified != name);
         self.required.insert(name, Known { step, part, ids: HashSet::from([id.to_owned()]) });
+    }
+
+    /// Nobody knows whether a save was committed: what was found sound before may have been replaced.
+    pub fn unsure(&mut self, step: u64, part: Part) {
+        let name = folder(step, part);
+        self.verified.retain(|_, verified| *verified != name);
     }
 
     /// A save was said not to be committed.

@@ -18,7 +18,7 @@ use strata_checkpoint::run::life::Run as Life;
 use strata_checkpoint::run::retention::Policy;
 use strata_checkpoint::run::sweep::{Rules, plan_sweep, sweep};
 use strata_checkpoint::run::{CheckpointType, Part, RunInfo, folder};
-use strata_checkpoint::{Commit, Error, Parent, Records, commit, open, open_base, verify, write_items};
+use strata_checkpoint::{Commit, Error, Parent, Progress, Records, commit, open, open_base, verify, write_items};
 use strata_io::schedule::ByteBudget;
 use strata_io::testing::Hooked;
 use strata_io::{PutMode, Store};
@@ -83,7 +83,7 @@ impl Process {
                 | Error::Superseded { .. }
                 | Error::StaleGeneration { .. }),
             ) => model.refused(id, error.to_string()),
-            Err(_) => {}
+            Err(_) => model.unsure(*step, kind.part()),
         }
     }
 
@@ -100,14 +100,10 @@ impl Process {
     /// As the writer of a manager does it.
     async fn try_save(&self, order: &Order) -> Result<(), Error> {
         let Order { id, step, kind, tensors, overwrite } = order;
-        let newest = self.life.check_new(*step, kind.part(), *overwrite).await?;
-        let parent = newest.filter(|newest| *kind == CheckpointType::Incremental && newest.step != *step);
-        let parent = match parent {
+        let parent = self.life.check_new(*step, kind.part(), *overwrite).await?;
+        let parent = match parent.filter(|_| *kind == CheckpointType::Incremental) {
             None => None,
-            Some(newest) => {
-                let name = folder(newest.step, Part::Whole);
-                Parent::open(&*self.store.child(&name)?, &name).await.ok().map(Arc::new)
-            }
+            Some(name) => Parent::open(&*self.store.child(&name)?, &name).await.ok().map(Arc::new),
         };
         let place = self.store.child(&folder(*step, kind.part()))?;
         let base = open_base(&*place, None).await?;
@@ -389,7 +385,7 @@ impl Schedule {
             assert_eq!(found, super::content(*fill), "{tensor} of {name}");
         }
         if is_end {
-            let (_, findings) = verify(&*place, &opened).await;
+            let (_, findings) = verify(&*place, &opened, &Progress::default()).await;
             assert!(findings.problems.is_empty() && findings.unchecked.is_empty(), "{name}: {findings:?}");
         }
     }

@@ -1,0 +1,212 @@
+"""What DCP does not keep of a state's dicts: keys that are integers, and dicts that are empty.
+
+DCP makes text of every key, and stores what is in a dict, not the dict. A manager saves a note of both beside the state
+and undoes both where it makes a dict anew; in a dict that the caller gives, the caller's own keys count. Imports no
+torch.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_strata.errors import CorruptionError
+
+__all__ = ["KEYS_KEY", "KeyNotes", "Keys", "keys_of", "noted"]
+
+_logger = logging.getLogger(__name__)
+
+# As DCP writes it: keys as text, places in a list as numbers.
+Path = tuple[str | int, ...]
+
+# Below this key of a saved state the notes of its ranks lie under their digests: equal ones are saved once.
+KEYS_KEY = "strata_keys"
+
+
+@dataclass
+class Keys:
+    """What is noted of a state.
+
+    Attributes:
+        ints: By path of a dict: its keys that are integers.
+        empty: Paths of dicts that are empty, in the order of a walk.
+        other: Paths of dicts with keys that are neither text nor integers, each with such a key. Only for a warning.
+    """
+
+    ints: dict[Path, list[int]] = field(default_factory=dict)
+    empty: list[Path] = field(default_factory=list)
+    other: dict[Path, object] = field(default_factory=dict)
+
+    def as_entry(self) -> dict[str, str]:
+        """What to save under `KEYS_KEY`; empty if there is nothing to note."""
+        if not self.ints and not self.empty:
+            return {}
+        text = json.dumps({"ints": list(self.ints.items()), "empty": self.empty})
+        return {hashlib.blake2b(text.encode(), digest_size=16).hexdigest(): text}
+
+    @classmethod
+    def of_entries(cls, notes: Iterable[object]) -> "Keys":
+        """All that the ranks have noted.
+
+        Raises:
+            CorruptionError: If a note is none.
+        """
+        keys = cls()
+        for note in notes:
+            try:
+                told = json.loads(note)  # type: ignore[arg-type]
+                for path, ints in told["ints"]:
+                    known = keys.ints.setdefault(_path(path), [])
+                    known += [number for number in ints if type(number) is int and number not in set(known)]
+                keys.empty += [_path(path) for path in told["empty"]]
+            except (TypeError, ValueError, KeyError, RecursionError) as error:
+                raise CorruptionError(f"{KEYS_KEY}: a note of keys cannot be read: {error}") from error
+        return keys
+
+    def below(self, key: str) -> "Keys":
+        """What is noted of what lies below a key that is written as a name, with dots, as if that were all."""
+
+        def depth(path: Path) -> int:
+            heads = (at for at in range(1, len(path) + 1) if ".".join(map(str, path[:at])) == key)
+            return next(heads, 0)
+
+        ints = {path[at:]: keys for path, keys in self.ints.items() if (at := depth(path))}
+        return Keys(ints, [path[at:] for path in self.empty if (at := depth(path)) and path[at:]])
+
+    def give_back(self, state: Any, made: Sequence[Path]) -> None:
+        """Let `state` have again what was noted, in what was made anew at the paths `made` and below.
+
+        Raises:
+            CorruptionError: If the notes are not of this state.
+        """
+        if not self.ints and not self.empty:
+            return
+
+        def is_new(path: Path) -> bool:
+            return any(path[: len(start)] == start for start in made)
+
+        for path in self.empty:
+            if is_new(path):
+                _put(state, path)
+        # The deepest first: on the way to it all keys are still text.
+        for path in sorted(filter(is_new, self.ints), key=len, reverse=True):
+            held = _find(state, path)
+            if not isinstance(held, MutableMapping):
+                continue  # of another rank, and not loaded here
+            numbers = {str(number): number for number in self.ints[path]}
+            entries = [(numbers.get(key, key), value) for key, value in held.items()]
+            held.clear()
+            held.update(entries)
+
+
+class KeyNotes:
+    """The notes of one run's states; warns once of each dict whose keys cannot be noted."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._warned_of: set[Path] = set()
+
+    def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What to save beside `state`; empty if there is nothing to note."""
+        keys = keys_of(state)
+        for path in keys.other.keys() - self._warned_of:
+            self._warned_of.add(path)
+            name = ".".join(map(str, path)) or "the state itself"
+            _logger.warning(
+                "%s: a dict in the state (%s) has the key %r: it is saved as text, and comes back as text where a load "
+                "makes the dict anew; only integers come back as they were",
+                *(self._root, name, keys.other[path]),
+            )
+        return noted(keys)
+
+
+def noted(keys: Keys) -> dict[str, dict[str, str]]:
+    """What to save beside a state; empty if there is nothing to note."""
+    entry = keys.as_entry()
+    return {KEYS_KEY: entry} if entry else {}
+
+
+def keys_of(state: Mapping[Any, Any]) -> Keys:
+    """What is to be noted of `state`: in dicts, and in lists with dicts in them."""
+    keys = Keys()
+    for path, held in _mappings(state, (), {}):
+        if path and not held:
+            keys.empty.append(path)
+        ints = [key for key in held if type(key) is int]
+        if ints:
+            keys.ints[path] = ints
+        if len(ints) < len(held):
+            strange = [key for key in held if type(key) is not int and not isinstance(key, str)]
+            if strange:
+                keys.other[path] = strange[0]
+    return keys
+
+
+def _mappings(held: Any, path: Path, known: dict[int, bool]) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
+    inside: Iterable[tuple[str | int, Any]]
+    if isinstance(held, Mapping):
+        yield path, held
+        inside = ((str(key), value) for key, value in held.items())
+    else:
+        inside = enumerate(held)
+    for part, value in inside:
+        if isinstance(value, Mapping) or (isinstance(value, list) and _has_mapping(value, known)):
+            yield from _mappings(value, (*path, part), known)
+
+
+def _has_mapping(held: list[Any], known: dict[int, bool]) -> bool:
+    """Whether there is a dict in a list. What is in tuples is pickled as it is.
+
+    `known`: of lists that were looked at; a file may hold one in so many places that no walk would end.
+    """
+    found = known.get(id(held))
+    if found is None:
+        found = known[id(held)] = any(
+            isinstance(value, Mapping) or (isinstance(value, list) and _has_mapping(value, known)) for value in held
+        )
+    return found
+
+
+def _path(parts: Iterable[Any]) -> Path:
+    path = tuple(parts)
+    if not all(type(part) in (str, int) for part in path):
+        raise TypeError(f"{path!r} is no path")
+    return path
+
+
+def _find(held: Any, path: Path) -> Any:
+    """What is at `path`; None if nothing is."""
+    for part in path:
+        if isinstance(held, Mapping):
+            held = held.get(_key(held, part))
+        elif isinstance(held, list) and type(part) is int and 0 <= part < len(held):
+            held = held[part]
+        else:
+            return None
+    return held
+
+
+def _key(held: Mapping[Any, Any], part: str | int) -> Any:
+    """The key that DCP calls `part`: a caller's dict may have an integer there."""
+    if part in held:
+        return part
+    return next((key for key in held if str(key) == part), part)
+
+
+def _put(held: Any, path: Path) -> None:
+    """An empty dict at `path`, and what leads there."""
+    for at, part in enumerate(path):
+        rest = path[at + 1 :]
+        fresh: Any = [] if rest and type(rest[0]) is int else {}
+        if isinstance(held, list) and type(part) is int and 0 <= part <= len(held):
+            if part == len(held):
+                held.append(fresh)
+            elif held[part] is None or (fresh == [] and isinstance(held[part], dict) and not held[part]):
+                held[part] = fresh  # made for a place that no entry has
+            held = held[part]
+        elif isinstance(held, MutableMapping) and type(part) is str:
+            held = held.setdefault(_key(held, part), fresh)
+        else:
+            raise CorruptionError(f"{KEYS_KEY}: {path!r} leads nowhere in the state")
