@@ -274,7 +274,8 @@ mod tests {
             for (first, lengths) in boxes(&shape, range.clone()) {
                 let mut cells = vec![0];
                 for d in 0..shape.len() {
-                    let places = |at: u64| (0..lengths[d]).map(move |i| at + (first[d] + i) * strides[d]);
+                    let (start, stride) = (first[d], strides[d]);
+                    let places = |at: u64| (0..lengths[d]).map(move |i| at + (start + i) * stride);
                     cells = cells.into_iter().flat_map(places).collect();
                 }
                 found.extend(cells);
