@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint.ranks import run_ranks
 from tests.checkpoint.s3_states import RUN, SMALL_PARTS, Forward, leftovers, loaded_step, state
 from tests.checkpoint.states import load, save
-from tests.support import REPOSITORY
+from tests.support import REPOSITORY, run_python
 from tests.support.s3 import Answer, Request, gateway, options
 from torch_strata import StrataReader, StrataWriter, async_save, verify
+from torch_strata.checkpoint._task import Task, TaskQueue
+from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.staging import arena_stats, snapshot
 
 SECONDS = 30
@@ -185,3 +188,72 @@ def test_a_script_that_ctrl_c_ends_completes_the_save_in_flight(tmp_path):
     out = {"w": torch.zeros(2_000_000)}
     load(out, tmp_path / "c")
     assert out["w"].unique().tolist() == [7.0]
+
+
+# The starter waits for the new thread's first sign of life, on a loaded machine for long: Ctrl-C finds it there.
+INTERRUPTED_START = """
+import logging, sys, threading
+import torch
+from torch_strata import CheckpointManager, verify
+
+place, name = sys.argv[1:]
+logging.basicConfig(level=logging.INFO, filename=place + ".log")
+start, interrupted = threading.Thread.start, []
+
+def interrupted_start(thread):
+    start(thread)
+    if thread.name.startswith(name) and threading.current_thread() is threading.main_thread() and not interrupted:
+        interrupted.append(thread)
+        raise KeyboardInterrupt
+
+threading.Thread.start = interrupted_start
+manager = CheckpointManager(place, keep_count=3)
+try:
+    with manager:
+        for step in range(1, 4):
+            manager.save({"w": torch.full((2000,), float(step)), "step": step}, step=step)
+        manager.wait()
+        manager.load()
+        verify(manager.storage_path + "/step-3", progress=print)
+except KeyboardInterrupt:
+    pass
+assert interrupted
+manager.save({"w": torch.zeros(2000), "step": 9}, step=9).result()
+assert manager.load()["step"] == 9 and manager.load()["w"].sum() == 0
+"""
+
+
+@pytest.mark.parametrize("thread", ["strata-save", "strata-beats", "strata-progress"])
+def test_ctrl_c_while_a_thread_is_started_leaves_none_that_keeps_the_process(tmp_path, thread):
+    run_python(INTERRUPTED_START, str(tmp_path / "run"), thread)
+    for found in (tmp_path / "run").glob("step-*"):
+        assert verify(found).is_sound
+
+
+def test_what_is_submitted_after_an_interrupted_call_waits_for_what_was_before(monkeypatch):
+    tasks, begun, go, order = TaskQueue(), threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        go.wait(SECONDS)
+        order.append(1)
+        return SaveStats(save_id="")
+
+    def interrupted(thread):
+        start(thread)
+        begun.wait(SECONDS)
+        raise KeyboardInterrupt
+
+    start = threading.Thread.start
+    task = Task(first)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tasks.put(task)
+    assert not task.withdraw()  # it has been begun
+    following = [tasks.put(Task(lambda n=n: (order.append(n), SaveStats(save_id=""))[1])) for n in (2, 3)]
+    withdrawn = Task(lambda: order.append("never"))
+    assert withdrawn.withdraw()
+    tasks.put(withdrawn)
+    go.set()
+    assert [future.result(SECONDS).save_id for future in following] == ["", ""] and order == [1, 2, 3]

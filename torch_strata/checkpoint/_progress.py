@@ -82,14 +82,15 @@ def shown(doing: str, where: str, look: Look, store: Callable[[], StoreStats], *
             drawn.close(*look())
 
     thread = threading.Thread(target=watch, name="strata-progress")
-    thread.start()
     ending = "ended early"
     try:
+        thread.start()  # where Ctrl-C may come, after which nobody else would end it
         yield
         ending = "moved"
     finally:
         over.set()
-        thread.join()
+        if thread.is_alive():
+            thread.join()
         lines.last(ending)
 
 

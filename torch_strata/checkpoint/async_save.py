@@ -11,9 +11,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch_strata.checkpoint._board import PLANNING_RANK, Beats, Board, Failure
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
+from torch_strata.checkpoint._task import Task, TaskQueue
 from torch_strata.checkpoint.handle import SaveHandle, UnseenSaves
 from torch_strata.checkpoint.planning import ChosenItems
 from torch_strata.checkpoint.save_planner import StrataSavePlanner
@@ -116,8 +117,9 @@ def async_save(
         number=group.num_saves,
         transfer=transfer,
     )
-    process.beats.start(board, part.give_up)
+    task = staged = None
     try:
+        process.beats.start(board, part.give_up)
         if not is_usable:
             raise ConfigError(f"timeout: expected a timedelta above 0, found {timeout!r}")
         if on_failure not in ("raise", "continue"):
@@ -125,12 +127,16 @@ def async_save(
         unseen = writer.unseen or process.unseen
         unseen.raise_first()
         staged = writer.copy_state(_plain(state_dict), last=group.last_assignment(planner))
-    except BaseException as error:
-        # The others are in this save already, or will be, and learn of it there.
-        part.end_by(error)
-        process.beats.stop(board)
+        task = Task(partial(_run, process, part, staged))
+        future = process.tasks.put(task)
+    except BaseException as error:  # Ctrl-C anywhere in it too
+        if task is None or task.withdraw():
+            # The others are in this save already, or will be, and learn of it there.
+            part.end_by(error)
+            process.beats.stop(board)
+            if staged is not None:
+                staged.lease.release()
         raise
-    future = process.executor.submit(_run, process, part, staged)
     stage_time = timedelta(seconds=time.monotonic() - started)
     return unseen.added(SaveHandle(place, future, transfer, stage_time, raises=on_failure == "raise"))
 
@@ -175,7 +181,12 @@ def in_turn(
             _log_failure(place, error)
             raise
 
-    future = process.executor.submit(run)
+    task = Task(run)
+    try:
+        future = process.tasks.put(task)
+    except BaseException:
+        task.withdraw()
+        raise
     return unseen.added(SaveHandle(place, future, transfer, timedelta(), raises=on_failure == "raise"))
 
 
@@ -373,7 +384,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strata-save")
+        self.tasks = TaskQueue()
         self.beats = Beats()
         self.unseen = UnseenSaves()
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()

@@ -108,12 +108,13 @@ def _told(opened: Opened, progress: Callable[[int], object] | None) -> Iterator[
             tell()
 
     thread = threading.Thread(target=watch, name="strata-progress")
-    thread.start()
     try:
+        thread.start()
         yield
     finally:
         over.set()
-        thread.join()
+        if thread.is_alive():  # not so if Ctrl-C came while it was started
+            thread.join()
         tell()
 
 
