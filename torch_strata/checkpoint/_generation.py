@@ -24,14 +24,21 @@ _claimed: dict[tuple[int, str], int] = {}
 _locks: dict[int, threading.Lock] = {}
 
 
-def generation_of(run_root: str | os.PathLike[str], config: StorageConfig) -> int:
+def generation_of(run_root: str | os.PathLike[str], config: StorageConfig, *, may_be_void: bool = False) -> int:
     """This process's generation, claimed when it is first asked for.
+
+    Args:
+        run_root: Place of the run.
+        config: Limits of the store.
+        may_be_void: Whether to look if the store still knows of any claim, and to claim anew if not.
 
     Raises:
         StorageError: If the run root cannot be reached.
     """
     key = _key(run_root)
     with _locks.setdefault(os.getpid(), threading.Lock()):
+        if may_be_void and key in _claimed and newest_generation(open_store(run_root, config)) == 0:
+            del _claimed[key]
         if key not in _claimed:
             _claimed[key] = _native.claim_generation(open_store(run_root, config), owner=uuid.uuid4().hex)
         return _claimed[key]
@@ -65,15 +72,10 @@ class Claim:
             StorageError: If the run root cannot be reached.
         """
         self.check_process()
-        if not self._has_looked:
-            self._forget_if_gone()
-            self._has_looked = True
-        return generation_of(self._root, self._config)
-
-    def _forget_if_gone(self) -> None:
-        # Somebody removed the whole run before this manager came: what was claimed there is void.
-        if claimed(self._root) is not None and newest_generation(open_store(self._root, self._config)) == 0:
-            _claimed.pop(_key(self._root), None)
+        # Somebody may have removed the whole run before this manager came: what was claimed there is void.
+        generation = generation_of(self._root, self._config, may_be_void=not self._has_looked)
+        self._has_looked = True
+        return generation
 
 
 def newest_generation(root: _native.Store) -> int:

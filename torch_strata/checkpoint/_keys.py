@@ -8,7 +8,7 @@ torch.
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,42 +131,54 @@ def noted(keys: Keys) -> dict[str, dict[str, str]]:
 def keys_of(state: Mapping[Any, Any]) -> Keys:
     """What is to be noted of `state`: in dicts, and in lists with dicts in them."""
     keys = Keys()
-    for path, held in _mappings(state, (), {}):
-        if path and not held:
-            keys.empty.append(path)
-        ints = [key for key in held if type(key) is int]
-        if ints:
-            keys.ints[path] = ints
-        if len(ints) < len(held):
-            strange = [key for key in held if type(key) is not int and not isinstance(key, str)]
-            if strange:
-                keys.other[path] = strange[0]
+    _Walk(keys).visit(state, ())
     return keys
 
 
-def _mappings(held: Any, path: Path, known: dict[int, bool]) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
-    inside: Iterable[tuple[str | int, Any]]
-    if isinstance(held, Mapping):
-        yield path, held
-        inside = ((str(key), value) for key, value in held.items())
-    else:
-        inside = enumerate(held)
-    for part, value in inside:
-        if isinstance(value, Mapping) or (isinstance(value, list) and _has_mapping(value, known)):
-            yield from _mappings(value, (*path, part), known)
+class _Walk:
+    """Through the containers of a state. A large one has millions of values: their types are looked at, and no more."""
 
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._kinds: dict[type, type | None] = {}
+        # Lists that were looked at; a file may hold one in so many places that no walk would end.
+        self._known: dict[int, bool] = {}
 
-def _has_mapping(held: list[Any], known: dict[int, bool]) -> bool:
-    """Whether there is a dict in a list. What is in tuples is pickled as it is.
+    def visit(self, held: Mapping[Any, Any], path: Path) -> None:
+        if path and not held:
+            self._keys.empty.append(path)
+        others = {type(key) for key in held} - {str}
+        if int in others:
+            self._keys.ints[path] = [key for key in held if type(key) is int]
+            others.discard(int)
+        for kind in others:
+            if not issubclass(kind, str):
+                self._keys.other[path] = next(key for key in held if type(key) is kind)
+        self._visit_all(((str(key), value) for key, value in held.items() if self._kind(type(value))), path)
 
-    `known`: of lists that were looked at; a file may hold one in so many places that no walk would end.
-    """
-    found = known.get(id(held))
-    if found is None:
-        found = known[id(held)] = any(
-            isinstance(value, Mapping) or (isinstance(value, list) and _has_mapping(value, known)) for value in held
-        )
-    return found
+    def _visit_all(self, inside: Iterable[tuple[str | int, Any]], path: Path) -> None:
+        for part, value in inside:
+            if self._kind(type(value)) is Mapping:
+                self.visit(value, (*path, part))
+            elif self._has_mapping(value):
+                self._visit_all(((at, one) for at, one in enumerate(value) if self._kind(type(one))), (*path, part))
+
+    def _has_mapping(self, held: list[Any]) -> bool:
+        """Whether there is a dict in a list; what is in tuples is pickled as it is."""
+        found = self._known.get(id(held))
+        if found is None:
+            kinds = {self._kind(kind) for kind in set(map(type, held))}
+            found = Mapping in kinds or (
+                list in kinds and any(self._has_mapping(one) for one in held if self._kind(type(one)) is list)
+            )
+            self._known[id(held)] = found
+        return found
+
+    def _kind(self, of: type) -> type | None:
+        """Mapping or list as DCP goes through them; None of a value."""
+        if of not in self._kinds:
+            self._kinds[of] = Mapping if issubclass(of, Mapping) else list if issubclass(of, list) else None
+        return self._kinds[of]
 
 
 def _path(parts: Iterable[Any]) -> Path:
