@@ -233,8 +233,8 @@ def test_a_save_that_hangs_for_longer_than_max_age_stops_the_training(
 ) -> None:
     manager = CheckpointManager(tmp_path / "run", on_failure="continue", max_age=timedelta(minutes=10))
     gate = threading.Event()
-    claim = manager._claim
-    monkeypatch.setattr(manager, "_claim", lambda: (gate.wait(60), claim()))
+    hold_right = manager._hold_right
+    monkeypatch.setattr(manager, "_hold_right", lambda: (gate.wait(60), hold_right()))
     clock.now += 3600
     hanging = manager.save(b"1", step=1)
     try:

@@ -5,6 +5,7 @@ call nor change an object of this process. What comes out are plain values. Impo
 """
 
 import io
+import logging
 import pickle
 import re
 from dataclasses import dataclass
@@ -16,7 +17,17 @@ from torch_strata.errors import CorruptionError
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
-__all__ = ["StockItem", "StockMetadata", "check_object_path", "load_plain", "load_stock_metadata", "same_plain"]
+__all__ = [
+    "StockItem",
+    "StockMetadata",
+    "check_object_path",
+    "load_plain",
+    "load_stock_metadata",
+    "previous_save_id",
+    "same_plain",
+]
+
+_logger = logging.getLogger(__name__)
 
 _DTYPE_NAME = re.compile(r"(bool|bits|b?float|b?complex|q?u?int)\w*")
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -158,6 +169,22 @@ def load_stock_metadata(data: bytes, where: str) -> StockMetadata:
         raise CorruptionError(f"{where}: {error}") from error
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{where} is not DCP metadata: {error}") from error
+
+
+def previous_save_id(base: _native.Base) -> str:
+    """The save_id of the `.metadata` that is there, by which a reader between two writes can tell it.
+
+    Empty where stock left none: such a reader then takes `.metadata` for the newest state, which is the old one, whole.
+    """
+    data = base.foreign_metadata
+    if data is None:
+        return base.save_id
+    try:
+        return load_stock_metadata(data, ".metadata").save_id or ""
+    except CorruptionError as error:
+        # About to be replaced: that nobody can read it must not keep a new checkpoint from being saved.
+        _logger.warning("replacing a .metadata that cannot be read: %s", error)
+        return ""
 
 
 def check_object_path(path: Any) -> str:

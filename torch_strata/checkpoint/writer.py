@@ -42,14 +42,14 @@ from torch_strata.checkpoint._stock_pickle import stock_parts
 from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
 from torch_strata.checkpoint._training_group import warn_of_training_group
 from torch_strata.checkpoint._turns import takes_turn, wait_for_turn
-from torch_strata.checkpoint._unpickle import load_stock_metadata
+from torch_strata.checkpoint._unpickle import previous_save_id
 from torch_strata.checkpoint.handle import UnseenSaves
 from torch_strata.checkpoint.planning import compact
 from torch_strata.checkpoint.save_stats import SaveStats
 from torch_strata.checkpoint.staging import snapshot, snapshot_behind_training
 from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptionError
+from torch_strata.errors import CheckpointError, CheckpointExistsError, ConfigError
 
 if TYPE_CHECKING:
     from torch_strata._types import RunInfo, StockParts
@@ -275,7 +275,7 @@ class StrataWriter(StorageWriter):
                 planner_data=encode_planner_data(metadata.planner_data),
                 stock=self._stock_parts(metadata.planner_data, self._save_id),
                 save_id=self._save_id,
-                previous_save_id=_previous_save_id(base),
+                previous_save_id=previous_save_id(base),
                 rank=self._own_rank,
                 world_size=self._ranks_that_save(len(results)),
                 generation=self._generation(),
@@ -485,19 +485,3 @@ class StrataWriter(StorageWriter):
             "%s: committed as number %d: %d objects, %.0f MB of tensors and values, %.2f s for the commit",
             *(os.fspath(self._place), done.number, done.num_objects, done.payload_bytes / 1e6, seconds),
         )
-
-
-def _previous_save_id(base: _native.Base) -> str:
-    """The save_id of the `.metadata` that is there, by which a reader between two writes can tell it.
-
-    Empty where stock left none: such a reader then takes `.metadata` for the newest state, which is the old one, whole.
-    """
-    data = base.foreign_metadata
-    if data is None:
-        return base.save_id
-    try:
-        return load_stock_metadata(data, ".metadata").save_id or ""
-    except CorruptionError as error:
-        # About to be replaced: that nobody can read it must not keep a new checkpoint from being saved.
-        _logger.warning("replacing a .metadata that cannot be read: %s", error)
-        return ""
