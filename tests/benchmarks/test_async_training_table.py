@@ -3,7 +3,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "async_training.py"
+
+# Each runs a benchmark, small.
+pytestmark = pytest.mark.long
 
 
 def test_every_way_to_save_is_compared_with_training_that_does_not(tmp_path):

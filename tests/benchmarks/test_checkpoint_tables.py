@@ -7,6 +7,9 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "checkpoint.py"
 
+# Each runs a benchmark, small.
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def bench(tmp_path):

@@ -3,7 +3,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "lifecycle.py"
+
+# Each runs a benchmark, small.
+pytestmark = pytest.mark.long
 
 
 def run(tmp_path, *arguments):

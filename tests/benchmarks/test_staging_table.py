@@ -2,7 +2,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "staging.py"
+
+# Each runs a benchmark, small.
+pytestmark = pytest.mark.long
 
 
 def test_every_contender_is_compared_with_a_memcpy_of_the_same_state():
