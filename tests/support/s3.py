@@ -5,16 +5,17 @@ import http.client
 import os
 import subprocess
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+
+from tests.support.serving import Listener, serving
 
 KEY, SECRET, REGION = "AKIATESTTESTTEST", "secret-that-no-message-may-show", "us-east-1"
 
@@ -188,17 +189,9 @@ def gateway(server: str, behave: Behaviour) -> Iterator[str]:
                     headers.pop(name, None)
                 return Answer(answer.status, headers, answer.read())
 
-    class Listener(ThreadingHTTPServer):
-        daemon_threads = True
-
+    class Quiet(Listener):
         def handle_error(self, *args: Any) -> None:
             """A client that was killed is what some tests are about."""
 
-    with Listener(("127.0.0.1", 0), Handler) as listener:
-        thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.server_address[1]}"
-        finally:
-            listener.shutdown()
-            thread.join()
+    with serving(Handler, Quiet) as url:
+        yield url

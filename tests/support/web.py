@@ -1,14 +1,15 @@
 """A web server over a folder, as read-only stores over HTTP need it: ranges of files, and listings by WebDAV."""
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
 import pytest
+
+from tests.support.serving import serving
 
 
 @pytest.fixture
@@ -68,14 +69,5 @@ def web(tmp_path: Path) -> Iterator[str]:
         found = f"<D:propstat><D:prop>{properties}</D:prop>{status}</D:propstat>"
         return f"<D:response><D:href>{escape(place)}</D:href>{found}</D:response>"
 
-    class Listener(ThreadingHTTPServer):
-        daemon_threads = True
-
-    with Listener(("127.0.0.1", 0), Handler) as listener:
-        thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.server_address[1]}"
-        finally:
-            listener.shutdown()
-            thread.join()
+    with serving(Handler) as url:
+        yield url

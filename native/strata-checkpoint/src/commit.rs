@@ -145,15 +145,18 @@ async fn counts_still(store: &dyn Store, manifest: &Manifest) -> Result<bool> {
 
 /// Removes what others would find a checkpoint by that is not there any more: nobody else would, or know it for ours.
 async fn take_back(store: &dyn Store, metadata: &str, manifest: &Manifest) {
-    let own_metadata = match metadata_tail(store, metadata).await {
-        Ok(tail) => metadata_state(tail.as_deref(), manifest) == MetadataState::Current,
-        Err(_) => false,
-    };
-    let own_index = match servable::index(manifest) {
-        Some(index) => store.read(INDEX_NAME, None).await.is_ok_and(|found| found == index),
-        None => false,
-    };
-    for (name, _) in [(metadata, own_metadata), (INDEX_NAME, own_index)].into_iter().filter(|(_, is_own)| *is_own) {
+    let mut own = Vec::new();
+    if let Ok(tail) = metadata_tail(store, metadata).await
+        && metadata_state(tail.as_deref(), manifest) == MetadataState::Current
+    {
+        own.push(metadata);
+    }
+    if let Some(index) = servable::index(manifest)
+        && store.read(INDEX_NAME, None).await.is_ok_and(|found| found == index)
+    {
+        own.push(INDEX_NAME);
+    }
+    for name in own {
         if let Err(error) = store.delete(name).await {
             tracing::warn!("{}/{name} stays, and its checkpoint has gone: {error}", store.url());
         }

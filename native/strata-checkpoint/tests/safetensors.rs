@@ -3,10 +3,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use async_trait::async_trait;
 use bytes::Bytes;
 use strata_checkpoint::item::{Entry, Kind, TensorEntry};
 use strata_checkpoint::servable::INDEX_NAME;
@@ -15,7 +14,7 @@ use strata_checkpoint::{
     rewrite_safetensors, verify, write_items,
 };
 use strata_io::schedule::ByteBudget;
-use strata_io::testing::{Hook, Hooked, Kind as RequestKind, Request};
+use strata_io::testing::{Dies, Hooked};
 use strata_io::{IoConfig, Store};
 
 /// First element, and shape.
@@ -179,33 +178,13 @@ async fn shards_are_made_whole_and_go() {
     assert_eq!(index, expected);
 }
 
-/// Refuses everything once so many requests that change something were made.
-#[derive(Debug)]
-struct Dies {
-    left: AtomicI64,
-}
-
-#[async_trait]
-impl Hook for Dies {
-    async fn before(&self, request: &Request<'_>) -> strata_io::Result<()> {
-        use RequestKind::{Begin, Delete, Finish, Part, Put, PutNew};
-        let changes = matches!(request.kind, Put | PutNew | Begin | Part | Finish | Delete);
-        let left = if changes { self.left.fetch_sub(1, Relaxed) } else { self.left.load(Relaxed) };
-        if left > 0 {
-            return Ok(());
-        }
-        let (object, detail) = (request.name.to_owned(), "the process is dead".to_owned());
-        Err(strata_io::Error::Io { operation: "any", object, errno: None, detail })
-    }
-}
-
 #[tokio::test]
 async fn a_death_after_any_request_leaves_the_shards_or_the_whole_and_the_next_try_leaves_nothing_else() {
     let (mut shards, mut whole) = (0, 0);
     for left in 0.. {
         let store = memory();
         save_shards(&*store).await;
-        let mortal: Arc<dyn Store> = Arc::new(Hooked::new(store.clone(), Dies { left: AtomicI64::new(left) }));
+        let mortal: Arc<dyn Store> = Arc::new(Hooked::new(store.clone(), Dies::after(left)));
         let done = make_whole(&mortal, &"b".repeat(32)).await;
         *(if is_whole(&*store).await { &mut whole } else { &mut shards }) += 1;
         make_whole(&store, &"c".repeat(32)).await.expect("made whole");

@@ -9,11 +9,10 @@ mod schedules;
 
 use std::collections::{BTreeMap, HashSet};
 use std::num::NonZeroU64;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use async_trait::async_trait;
 use bytes::Bytes;
 use strata_checkpoint::item::{Entry, Kind, TensorEntry};
 use strata_checkpoint::run::catalog::{Listed, State, catalog};
@@ -27,7 +26,7 @@ use strata_checkpoint::{
     commit, open, open_base, write_items,
 };
 use strata_io::schedule::ByteBudget;
-use strata_io::testing::{Hook, Hooked, Kind as RequestKind, Request};
+use strata_io::testing::{Dies, Hooked};
 use strata_io::{IoConfig, PutMode, Store};
 
 const NOW: u64 = 2_000_000_000;
@@ -325,26 +324,6 @@ async fn a_run_that_was_replaced_removes_nothing() {
     assert_eq!(new.committed(&[(1, vec![("a", 1)]), (2, vec![("a", 2)])]).await, [1, 2]);
 }
 
-/// Refuses everything once so many requests that change something were made.
-#[derive(Debug)]
-struct Dies {
-    left: AtomicI64,
-}
-
-#[async_trait]
-impl Hook for Dies {
-    async fn before(&self, request: &Request<'_>) -> strata_io::Result<()> {
-        use RequestKind::{Begin, Delete, Finish, Part, Put, PutNew};
-        let changes = matches!(request.kind, Put | PutNew | Begin | Part | Finish | Delete);
-        let left = if changes { self.left.fetch_sub(1, Relaxed) } else { self.left.load(Relaxed) };
-        if left > 0 {
-            return Ok(());
-        }
-        let (object, detail) = (request.name.to_owned(), "the process is dead".to_owned());
-        Err(strata_io::Error::Io { operation: "any", object, errno: None, detail })
-    }
-}
-
 #[tokio::test]
 async fn a_sweep_that_dies_after_any_request_leaves_each_checkpoint_whole_or_gone_and_the_next_ends_it() {
     let saved = || {
@@ -362,7 +341,7 @@ async fn a_sweep_that_dies_after_any_request_leaves_each_checkpoint_whole_or_gon
             let parent = (step > 1).then(|| format!("step-{}", step - 1));
             run.save(step, &tensors, parent.as_deref()).await;
         }
-        let mortal: Arc<dyn Store> = Arc::new(Hooked::new(run.root.clone(), Dies { left: AtomicI64::new(left) }));
+        let mortal: Arc<dyn Store> = Arc::new(Hooked::new(run.root.clone(), Dies::after(left)));
         let swept = Run { root: mortal, generation: run.generation }.sweep(1).await;
         let steps = run.committed(&saved()).await;
         assert!(steps.contains(&4) && steps.is_sorted(), "{steps:?}");
