@@ -266,8 +266,7 @@ impl Schedule {
         last.retain().await;
         // What is superseded goes before what only that referred to.
         loop {
-            let rules =
-                Rules { policy: last.policy.clone(), orphan_age: Duration::ZERO, now: FAR, in_flight: HashSet::new() };
+            let rules = Rules { policy: last.policy.clone(), orphan_age: Duration::ZERO, now: FAR };
             let listed = catalog(&self.root).await.expect("listed");
             let plan = plan_sweep(&listed, &rules);
             let swept = sweep(&self.root, &listed, &plan, &rules, generation).await.expect("swept");
