@@ -77,6 +77,17 @@ impl LentMut {
         (Self { ptr: buffer.ptr, len, lease: buffer.clone() }, Loan { buffer, len })
     }
 
+    /// Memory that was reclaimed, on loan once more.
+    ///
+    /// # Panics
+    /// If it is not the whole of what [`Loan::reclaim`] gave back.
+    pub fn on_loan_again(self) -> (Self, Loan) {
+        let LentMut { ptr, len, lease } = self;
+        let buffer = lease.downcast::<AlignedBuffer>().expect("memory of our own");
+        assert!(ptr == buffer.ptr && Arc::strong_count(&buffer) == 1, "a piece of lent memory is not lent again");
+        (Self { ptr, len, lease: buffer.clone() }, Loan { buffer, len })
+    }
+
     /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len

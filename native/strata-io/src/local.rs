@@ -257,6 +257,10 @@ impl Store for LocalStore {
         self.shared.run(move |shared| shared.open(&path, 0)?.read_fresh(range)).await
     }
 
+    fn path(&self, name: &str) -> Option<PathBuf> {
+        self.shared.path(name).ok()
+    }
+
     async fn size(&self, name: &str) -> Result<u64> {
         let path = self.shared.path(name)?;
         self.shared

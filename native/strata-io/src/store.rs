@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -174,6 +175,11 @@ pub trait Store: Debug + Send + Sync {
         }
         found.sort_by(|a: &ObjectInfo, b| a.name.cmp(&b.name));
         Ok(found)
+    }
+
+    /// Where `name` lies as a file of this machine; None at stores that are elsewhere. It need not exist.
+    fn path(&self, _name: &str) -> Option<PathBuf> {
+        None
     }
 
     /// Removes `name`; a name that is not there is no error.

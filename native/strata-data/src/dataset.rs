@@ -1,0 +1,207 @@
+//! Shards at a place, and where the samples of each begin. Reads no sample.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use futures::{StreamExt, TryStreamExt, stream};
+use globset::GlobBuilder;
+use strata_io::{ObjectInfo, Store};
+use tokio::runtime::Handle;
+
+use crate::formats::{Fields, ReadAt, tar};
+use crate::reads::Extent;
+use crate::{Error, Result};
+
+/// Shards whose samples are looked for at a time.
+const CONCURRENCY: usize = 16;
+
+/// Read ahead where headers are looked for in an object that is elsewhere.
+const CHUNK_BYTES: u64 = 8 << 20;
+
+/// How samples lie in shards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// Archives of files, as WebDataset writes them.
+    Tar,
+}
+
+/// One object with samples.
+#[derive(Debug, Clone)]
+pub struct Shard {
+    /// Its name, relative to the store's root.
+    pub name: String,
+    /// Its size.
+    pub size_bytes: u64,
+    /// Where each sample begins, and where the last one ends: one more than there are samples.
+    pub bounds: Vec<u64>,
+}
+
+/// Shards of one format, in the order of their names.
+#[derive(Debug)]
+pub struct Dataset {
+    store: Arc<dyn Store>,
+    format: Format,
+    shards: Vec<Shard>,
+    /// The first sample of each shard.
+    firsts: Vec<u64>,
+    num_samples: u64,
+}
+
+impl Dataset {
+    /// The shards below `store` whose names match `pattern`, with their samples.
+    ///
+    /// `pattern` is a glob: `*` and `?` within a folder, `**` over folders, `{a,b}`, `[0-9]`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for what is no pattern, [`Error::NotFound`] if nothing matches, [`Error::Damaged`] for a shard
+    /// that its format cannot be; what the store says.
+    pub async fn open(store: Arc<dyn Store>, pattern: &str, format: Format) -> Result<Self> {
+        let found = matching(&*store, pattern).await?;
+        let scans = found.into_iter().map(|info| scanned(store.clone(), info, format));
+        let shards: Vec<Shard> = stream::iter(scans).buffered(CONCURRENCY).try_collect().await?;
+        Ok(Self::of(store, format, shards))
+    }
+
+    fn of(store: Arc<dyn Store>, format: Format, shards: Vec<Shard>) -> Self {
+        let (mut firsts, mut num_samples) = (Vec::with_capacity(shards.len()), 0);
+        for shard in &shards {
+            firsts.push(num_samples);
+            num_samples += shard.num_samples();
+        }
+        Self { store, format, shards, firsts, num_samples }
+    }
+
+    /// All samples.
+    pub fn num_samples(&self) -> u64 {
+        self.num_samples
+    }
+
+    /// The shards.
+    pub fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
+    /// Where they are kept.
+    pub fn store(&self) -> &Arc<dyn Store> {
+        &self.store
+    }
+
+    /// URL of a shard.
+    pub fn url(&self, shard: u32) -> String {
+        format!("{}/{}", self.store.url().trim_end_matches('/'), self.shards[shard as usize].name)
+    }
+
+    /// The bytes of `sample`, counted through all shards.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn extent(&self, sample: u64) -> Extent {
+        // Behind shards without samples, which begin where the next one does.
+        let shard = self.firsts.partition_point(|&first| first <= sample) - 1;
+        let at = (sample - self.firsts[shard]) as usize;
+        let bounds = &self.shards[shard].bounds;
+        Extent { shard: shard as u32, start: bounds[at], end: bounds[at + 1] }
+    }
+
+    /// What the `bytes` of the sample at `extent` hold.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`], with the shard and the byte.
+    pub fn fields(&self, extent: &Extent, bytes: &[u8]) -> Result<Fields> {
+        let found = match self.format {
+            Format::Tar => tar::fields(bytes),
+        };
+        found.map_err(|fault| Error::of(fault, self.url(extent.shard), extent.start))
+    }
+}
+
+impl Shard {
+    /// Samples in it.
+    pub fn num_samples(&self) -> u64 {
+        self.bounds.len() as u64 - 1
+    }
+}
+
+async fn matching(store: &dyn Store, pattern: &str) -> Result<Vec<ObjectInfo>> {
+    let glob = GlobBuilder::new(pattern).literal_separator(true).build();
+    let glob = glob.map_err(|error| Error::Config(format!("the pattern {pattern:?}: {error}")))?.compile_matcher();
+    let is_deep = pattern.contains('/') || pattern.contains("**");
+    let mut found = if is_deep { store.list_below("").await? } else { store.list("").await? };
+    found.retain(|info| glob.is_match(&info.name));
+    if found.is_empty() {
+        let url = format!("{}/{pattern}", store.url().trim_end_matches('/'));
+        return Err(Error::NotFound { url, detail: "nothing of such a name is there".to_owned() });
+    }
+    Ok(found)
+}
+
+async fn scanned(store: Arc<dyn Store>, info: ObjectInfo, format: Format) -> Result<Shard> {
+    let object = format!("{}/{}", store.url().trim_end_matches('/'), info.name);
+    let handle = Handle::current();
+    let scan = move || {
+        let Format::Tar = format;
+        let bounds = match store.path(&info.name) {
+            Some(path) => File::open(path).map_err(Into::into).and_then(|file| tar::scan(&OnDisk::new(file)?)),
+            None => tar::scan(&Elsewhere { store, info: &info, handle, chunk: Default::default() }),
+        };
+        let bounds = bounds.map_err(|fault| Error::of(fault, object, 0))?;
+        Ok(Shard { name: info.name, size_bytes: info.size, bounds })
+    };
+    tokio::task::spawn_blocking(scan).await.expect("a scan does not panic")
+}
+
+struct OnDisk {
+    file: File,
+    size: u64,
+}
+
+impl OnDisk {
+    fn new(file: File) -> io::Result<Self> {
+        let size = file.metadata()?.len();
+        Ok(Self { file, size })
+    }
+}
+
+impl ReadAt for OnDisk {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut found = 0;
+        while found < buffer.len() {
+            match self.file.read_at(&mut buffer[found..], at + found as u64)? {
+                0 => break,
+                bytes => found += bytes,
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// An object of a store, of which one piece is kept.
+struct Elsewhere<'a> {
+    store: Arc<dyn Store>,
+    info: &'a ObjectInfo,
+    handle: Handle,
+    chunk: std::cell::RefCell<(u64, bytes::Bytes)>,
+}
+
+impl ReadAt for Elsewhere<'_> {
+    fn size(&self) -> u64 {
+        self.info.size
+    }
+
+    fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        let end = (at + buffer.len() as u64).min(self.info.size);
+        let mut chunk = self.chunk.borrow_mut();
+        if at < chunk.0 || end > chunk.0 + chunk.1.len() as u64 {
+            let range = at..(at + CHUNK_BYTES).min(self.info.size).max(end);
+            let read = self.handle.block_on(self.store.read(&self.info.name, Some(range))).map_err(io::Error::other)?;
+            *chunk = (at, read);
+        }
+        chunk.1[(at - chunk.0) as usize..].read_at(0, &mut buffer[..(end - at) as usize])
+    }
+}

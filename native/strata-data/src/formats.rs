@@ -1,0 +1,81 @@
+//! How samples lie in shards: where each begins, and which fields it has. Pure.
+
+pub mod tar;
+
+use std::io;
+use std::ops::Range;
+
+/// Why samples cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Fault {
+    /// Reading failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// The bytes are not what the format wants.
+    #[error("{detail} (at byte {at})")]
+    Damage {
+        /// Where in what was read.
+        at: u64,
+        /// Expected and found.
+        detail: String,
+    },
+}
+
+/// Result of reading a format.
+pub type Result<T, E = Fault> = std::result::Result<T, E>;
+
+fn damage<T>(at: u64, detail: &str) -> Result<T> {
+    Err(Fault::Damage { at, detail: detail.to_owned() })
+}
+
+/// Bytes that can be read anywhere.
+pub trait ReadAt {
+    /// How many there are.
+    fn size(&self) -> u64;
+
+    /// Reads into `buffer` from `at` on; fewer bytes only at the end.
+    ///
+    /// # Errors
+    /// What reading says.
+    fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<usize>;
+
+    /// As [`ReadAt::read_at`], all of `buffer`.
+    ///
+    /// # Errors
+    /// `UnexpectedEof` where there are fewer bytes.
+    fn read_exact_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<()> {
+        let found = self.read_at(at, buffer)?;
+        if found == buffer.len() { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+    }
+}
+
+impl ReadAt for [u8] {
+    fn size(&self) -> u64 {
+        <[u8]>::len(self) as u64
+    }
+
+    fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        let rest = usize::try_from(at).ok().and_then(|at| self.get(at..)).unwrap_or_default();
+        let found = rest.len().min(buffer.len());
+        buffer[..found].copy_from_slice(&rest[..found]);
+        Ok(found)
+    }
+}
+
+/// A sample: which of its bytes are which field.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Fields {
+    /// Its name among the samples.
+    pub key: String,
+    /// In the order in which they lie.
+    pub fields: Vec<Field>,
+}
+
+/// A field of a sample.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Field {
+    /// Such as `jpg`.
+    pub name: String,
+    /// Its content among the sample's bytes.
+    pub data: Range<u64>,
+}

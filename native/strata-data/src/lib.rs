@@ -1,0 +1,16 @@
+//! Data: which sample comes when, where it lies, and how it gets here.
+//!
+//! Pure: [`permutation`], [`order`], [`partition`], [`formats`], [`reads`]. They take values and return values. The rest
+//! acts on a [`strata_io::Store`]. No Python here.
+
+pub mod batches;
+mod buffers;
+pub mod dataset;
+mod error;
+pub mod formats;
+pub mod order;
+pub mod partition;
+pub mod permutation;
+pub mod reads;
+
+pub use error::{Error, Result};
