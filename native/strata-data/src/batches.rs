@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt, Shared};
+use strata_io::Store;
 use strata_io::schedule::ByteBudget;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
 
 use crate::buffers::Buffers;
-use crate::dataset::Dataset;
-use crate::formats::Fields;
+use crate::dataset::{Index, url_of};
+use crate::formats::{Fault, Fields};
 use crate::order::Order;
 use crate::partition::{Batch, Ending, Stream};
 use crate::reads::{Extent, reads};
@@ -71,9 +72,18 @@ pub struct Sample {
     pub fields: Fields,
 }
 
+/// What is read, and where it is kept.
+#[derive(Debug, Clone)]
+pub struct Source {
+    /// Of this process.
+    pub store: Arc<dyn Store>,
+    /// The shards.
+    pub index: Arc<Index>,
+}
+
 /// Reads the batches of a plan, some of them ahead. Dropped, it ends what it has begun.
 pub struct Batches {
-    dataset: Arc<Dataset>,
+    source: Source,
     coming: mpsc::Receiver<Coming>,
     reader: JoinHandle<()>,
 }
@@ -99,11 +109,11 @@ impl Batches {
     ///
     /// # Panics
     /// Outside of a tokio runtime.
-    pub fn new(dataset: Arc<Dataset>, plan: Plan, budget: ByteBudget, window_bytes: u64) -> Self {
+    pub fn new(source: Source, plan: Plan, budget: ByteBudget, window_bytes: u64) -> Self {
         // What is read ahead is bounded in bytes; batches without bytes cost a little too.
         let (sender, coming) = mpsc::channel(1024);
-        let ahead = Ahead { dataset: dataset.clone(), plan, budget, window_bytes, sender };
-        Self { dataset, coming, reader: tokio::spawn(ahead.run()) }
+        let ahead = Ahead { source: source.clone(), plan, budget, window_bytes, sender };
+        Self { source, coming, reader: tokio::spawn(ahead.run()) }
     }
 
     /// The next batch; None behind the last one.
@@ -119,7 +129,7 @@ impl Batches {
         for (extent, read, at) in samples {
             let arrived = read.await?;
             let bytes = arrived.bytes.slice(at..at + (extent.end - extent.start) as usize);
-            let fields = self.dataset.fields(&extent, &bytes)?;
+            let fields = self.source.index.fields(&bytes).map_err(|fault| self.source.fault(fault, &extent))?;
             found.push(Sample { extent, bytes, fields });
         }
         Ok(Some(RawBatch { batch, nth, samples: found }))
@@ -132,8 +142,15 @@ impl Drop for Batches {
     }
 }
 
+impl Source {
+    fn fault(&self, fault: Fault, extent: &Extent) -> Error {
+        let name = &self.index.shards()[extent.shard as usize].name;
+        Error::of(fault, url_of(&*self.store, name), extent.start)
+    }
+}
+
 struct Ahead {
-    dataset: Arc<Dataset>,
+    source: Source,
     plan: Plan,
     budget: ByteBudget,
     window_bytes: u64,
@@ -154,7 +171,7 @@ impl Ahead {
             // For all together: what is read of a batch whose rest finds no room would wait for ever.
             let permit = Arc::new(self.budget.take(ranges.iter().map(|range| range.end - range.start).sum()).await);
             while running.try_join_next().is_some() {}
-            let begin = |range| begin(&mut running, self.dataset.clone(), buffers.clone(), range, permit.clone());
+            let begin = |range| begin(&mut running, self.source.clone(), buffers.clone(), range, permit.clone());
             let begun: Vec<Read> = ranges.into_iter().map(begin).collect();
             let is_end = window.is_empty();
             let mut places = places.into_iter();
@@ -183,7 +200,7 @@ impl Ahead {
         let (mut window, mut bytes) = (VecDeque::new(), 0);
         while bytes < self.window_bytes {
             let Some((batch, samples)) = self.plan.batch(nth) else { break };
-            let extents: Vec<Extent> = samples.iter().map(|&sample| self.dataset.extent(sample)).collect();
+            let extents: Vec<Extent> = samples.iter().map(|&sample| self.source.index.extent(sample)).collect();
             bytes += extents.iter().map(|extent| extent.end - extent.start).sum::<u64>();
             window.push_back((batch, extents));
             nth += 1;
@@ -194,14 +211,14 @@ impl Ahead {
 
 fn begin(
     running: &mut JoinSet<()>,
-    dataset: Arc<Dataset>,
+    source: Source,
     buffers: Buffers,
     extent: Extent,
     permit: Arc<OwnedSemaphorePermit>,
 ) -> Read {
     let (sender, receiver) = tokio::sync::oneshot::channel();
     running.spawn(async move {
-        let read = read(&dataset, &buffers, &extent).await;
+        let read = read(&source, &buffers, &extent).await;
         // Nobody waits once the stream has been dropped.
         let _ = sender.send(read.map(|bytes| Arc::new(Arrived { bytes, _permit: permit })));
     });
@@ -209,13 +226,13 @@ fn begin(
     receiver.map(move |read| read.unwrap_or_else(ended)).boxed().shared()
 }
 
-async fn read(dataset: &Dataset, buffers: &Buffers, extent: &Extent) -> Result<Bytes> {
+async fn read(source: &Source, buffers: &Buffers, extent: &Extent) -> Result<Bytes> {
     let length = (extent.end - extent.start) as usize;
     let (mut memory, loan) = buffers.take(length).on_loan_again();
     let target = memory.split_to(length);
     drop(memory);
-    let name = &dataset.shards()[extent.shard as usize].name;
-    dataset.store().read_into(name, extent.range(), vec![target]).await?;
+    let name = &source.index.shards()[extent.shard as usize].name;
+    source.store.read_into(name, extent.range(), vec![target]).await?;
     let memory = loan.reclaim().expect("the read has ended");
     Ok(buffers.share(memory, length))
 }
@@ -265,17 +282,18 @@ mod tests {
         }
     }
 
-    async fn dataset(folder: &std::path::Path) -> Arc<Dataset> {
+    async fn source(folder: &std::path::Path) -> Source {
         for (shard, numbers) in [0..40, 40..40, 40..47, 47..100].into_iter().enumerate() {
             std::fs::write(folder.join(format!("{shard}.tar")), archive(numbers)).unwrap();
         }
         std::fs::write(folder.join("README"), "no shard").unwrap();
         let store = open(folder.to_str().unwrap(), &BTreeMap::new(), &config()).unwrap();
-        Arc::new(Dataset::open(store, "*.tar", Format::Tar).await.unwrap())
+        let index = Arc::new(Index::scan(store.clone(), "*.tar", Format::Tar).await.unwrap());
+        Source { store, index }
     }
 
-    fn plan(dataset: &Dataset, shuffle: Shuffle, stream: Stream) -> Plan {
-        let counts: Vec<u64> = dataset.shards().iter().map(crate::dataset::Shard::num_samples).collect();
+    fn plan(source: &Source, shuffle: Shuffle, stream: Stream) -> Plan {
+        let counts: Vec<u64> = source.index.shards().iter().map(crate::dataset::Shard::num_samples).collect();
         let order = |epoch| Arc::new(Order::new(&counts, shuffle, Lanes { num_lanes: 2, turn: 3 }, 5, epoch));
         Plan { order: order(0), next: order(1), stream, ending: Ending::Short, start: 0, first: 0 }
     }
@@ -297,16 +315,16 @@ mod tests {
     #[tokio::test]
     async fn every_sample_comes_once_in_the_order_of_the_plan() {
         let folder = tempfile::tempdir().unwrap();
-        let dataset = dataset(folder.path()).await;
-        assert_eq!((dataset.num_samples(), dataset.shards().len()), (100, 4));
+        let source = source(folder.path()).await;
+        assert_eq!((source.index.num_samples(), source.index.shards().len()), (100, 4));
         let one = Stream { world_size: 1, rank: 0, num_workers: 1, worker: 0, batch_size: 3 };
         for shuffle in [Shuffle::None, Shuffle::Shards, Shuffle::Full, Shuffle::Blocks { block: 4, buffer: 12 }] {
-            let plan = plan(&dataset, shuffle, one);
+            let plan = plan(&source, shuffle, one);
             let expected: Vec<String> = (0..100).map(|at| format!("s{}", plan.order.sample(at))).collect();
             // A window of one batch, some, all; room for one window.
             for window_bytes in [1, 20_000, 1 << 20] {
                 let budget = ByteBudget::new(window_bytes);
-                let batches = Batches::new(dataset.clone(), plan.clone(), budget, window_bytes);
+                let batches = Batches::new(source.clone(), plan.clone(), budget, window_bytes);
                 assert_eq!(keys(batches).await, expected, "{shuffle:?} {window_bytes}");
             }
         }
@@ -315,10 +333,10 @@ mod tests {
     #[tokio::test]
     async fn batches_that_are_kept_do_not_stop_what_comes() {
         let folder = tempfile::tempdir().unwrap();
-        let dataset = dataset(folder.path()).await;
+        let source = source(folder.path()).await;
         let one = Stream { world_size: 1, rank: 0, num_workers: 1, worker: 0, batch_size: 3 };
-        let plan = plan(&dataset, Shuffle::Full, one);
-        let mut batches = Batches::new(dataset, plan, ByteBudget::new(4096), 4096);
+        let plan = plan(&source, Shuffle::Full, one);
+        let mut batches = Batches::new(source, plan, ByteBudget::new(4096), 4096);
         let mut kept = Vec::new();
         while let Some(batch) = batches.next().await.unwrap() {
             kept.push(batch);
@@ -329,13 +347,13 @@ mod tests {
     #[tokio::test]
     async fn a_shard_that_changed_is_damage_with_its_name() {
         let folder = tempfile::tempdir().unwrap();
-        let dataset = dataset(folder.path()).await;
+        let source = source(folder.path()).await;
         let mut bytes = std::fs::read(folder.path().join("3.tar")).unwrap();
         bytes[20] ^= 1;
         std::fs::write(folder.path().join("3.tar"), bytes).unwrap();
         let one = Stream { world_size: 1, rank: 0, num_workers: 1, worker: 0, batch_size: 47 };
         let mut batches =
-            Batches::new(dataset.clone(), plan(&dataset, Shuffle::None, one), ByteBudget::new(1 << 20), 1 << 20);
+            Batches::new(source.clone(), plan(&source, Shuffle::None, one), ByteBudget::new(1 << 20), 1 << 20);
         let mut errors = Vec::new();
         loop {
             match batches.next().await {

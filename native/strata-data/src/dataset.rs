@@ -1,4 +1,4 @@
-//! Shards at a place, and where the samples of each begin. Reads no sample.
+//! The shards at a place, and where the samples of each begin. Reads no sample.
 
 use std::fs::File;
 use std::io;
@@ -10,7 +10,7 @@ use globset::GlobBuilder;
 use strata_io::{ObjectInfo, Store};
 use tokio::runtime::Handle;
 
-use crate::formats::{Fields, ReadAt, tar};
+use crate::formats::{Fault, Fields, ReadAt, tar};
 use crate::reads::Extent;
 use crate::{Error, Result};
 
@@ -38,10 +38,9 @@ pub struct Shard {
     pub bounds: Vec<u64>,
 }
 
-/// Shards of one format, in the order of their names.
+/// Shards of one format, in the order of their names. Belongs to no store and no process.
 #[derive(Debug)]
-pub struct Dataset {
-    store: Arc<dyn Store>,
+pub struct Index {
     format: Format,
     shards: Vec<Shard>,
     /// The first sample of each shard.
@@ -49,7 +48,7 @@ pub struct Dataset {
     num_samples: u64,
 }
 
-impl Dataset {
+impl Index {
     /// The shards below `store` whose names match `pattern`, with their samples.
     ///
     /// `pattern` is a glob: `*` and `?` within a folder, `**` over folders, `{a,b}`, `[0-9]`.
@@ -57,20 +56,20 @@ impl Dataset {
     /// # Errors
     /// [`Error::Config`] for what is no pattern, [`Error::NotFound`] if nothing matches, [`Error::Damaged`] for a shard
     /// that its format cannot be; what the store says.
-    pub async fn open(store: Arc<dyn Store>, pattern: &str, format: Format) -> Result<Self> {
+    pub async fn scan(store: Arc<dyn Store>, pattern: &str, format: Format) -> Result<Self> {
         let found = matching(&*store, pattern).await?;
         let scans = found.into_iter().map(|info| scanned(store.clone(), info, format));
         let shards: Vec<Shard> = stream::iter(scans).buffered(CONCURRENCY).try_collect().await?;
-        Ok(Self::of(store, format, shards))
+        Ok(Self::of(format, shards))
     }
 
-    fn of(store: Arc<dyn Store>, format: Format, shards: Vec<Shard>) -> Self {
+    fn of(format: Format, shards: Vec<Shard>) -> Self {
         let (mut firsts, mut num_samples) = (Vec::with_capacity(shards.len()), 0);
         for shard in &shards {
             firsts.push(num_samples);
             num_samples += shard.num_samples();
         }
-        Self { store, format, shards, firsts, num_samples }
+        Self { format, shards, firsts, num_samples }
     }
 
     /// All samples.
@@ -81,16 +80,6 @@ impl Dataset {
     /// The shards.
     pub fn shards(&self) -> &[Shard] {
         &self.shards
-    }
-
-    /// Where they are kept.
-    pub fn store(&self) -> &Arc<dyn Store> {
-        &self.store
-    }
-
-    /// URL of a shard.
-    pub fn url(&self, shard: u32) -> String {
-        format!("{}/{}", self.store.url().trim_end_matches('/'), self.shards[shard as usize].name)
     }
 
     /// The bytes of `sample`, counted through all shards.
@@ -105,15 +94,14 @@ impl Dataset {
         Extent { shard: shard as u32, start: bounds[at], end: bounds[at + 1] }
     }
 
-    /// What the `bytes` of the sample at `extent` hold.
+    /// What the `bytes` of a sample hold.
     ///
     /// # Errors
-    /// [`Error::Damaged`], with the shard and the byte.
-    pub fn fields(&self, extent: &Extent, bytes: &[u8]) -> Result<Fields> {
-        let found = match self.format {
+    /// [`Fault`], counted from the sample's first byte.
+    pub fn fields(&self, bytes: &[u8]) -> Result<Fields, Fault> {
+        match self.format {
             Format::Tar => tar::fields(bytes),
-        };
-        found.map_err(|fault| Error::of(fault, self.url(extent.shard), extent.start))
+        }
     }
 }
 
@@ -131,14 +119,14 @@ async fn matching(store: &dyn Store, pattern: &str) -> Result<Vec<ObjectInfo>> {
     let mut found = if is_deep { store.list_below("").await? } else { store.list("").await? };
     found.retain(|info| glob.is_match(&info.name));
     if found.is_empty() {
-        let url = format!("{}/{pattern}", store.url().trim_end_matches('/'));
+        let url = url_of(store, pattern);
         return Err(Error::NotFound { url, detail: "nothing of such a name is there".to_owned() });
     }
     Ok(found)
 }
 
 async fn scanned(store: Arc<dyn Store>, info: ObjectInfo, format: Format) -> Result<Shard> {
-    let object = format!("{}/{}", store.url().trim_end_matches('/'), info.name);
+    let object = url_of(&*store, &info.name);
     let handle = Handle::current();
     let scan = move || {
         let Format::Tar = format;
@@ -150,6 +138,11 @@ async fn scanned(store: Arc<dyn Store>, info: ObjectInfo, format: Format) -> Res
         Ok(Shard { name: info.name, size_bytes: info.size, bounds })
     };
     tokio::task::spawn_blocking(scan).await.expect("a scan does not panic")
+}
+
+/// URL of what is called `name` below `store`.
+pub(crate) fn url_of(store: &dyn Store, name: &str) -> String {
+    format!("{}/{name}", store.url().trim_end_matches('/'))
 }
 
 struct OnDisk {

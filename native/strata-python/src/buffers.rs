@@ -1,12 +1,15 @@
 //! Memory of Python objects, lent to Rust. This crate's one home of `unsafe`.
 #![allow(unsafe_code)]
 
+use std::ffi::c_int;
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
+use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::PyMemoryView;
 use strata_checkpoint::Destination;
 use strata_checkpoint::geometry::StridedCopy;
 use strata_device::{Device, DeviceMemory, Result};
@@ -104,4 +107,39 @@ pub(crate) fn destination(
     };
     // SAFETY: as above, with a tensor of that device.
     Ok(unsafe { Destination::on_device(device(ordinal)?, address as u64, copy, lease.clone()) })
+}
+
+/// Bytes of ours as a buffer of Python, read-only.
+#[pyclass(module = "torch_strata._native", frozen)]
+pub(crate) struct SharedBytes {
+    bytes: Bytes,
+}
+
+impl SharedBytes {
+    /// A view of `bytes`, which stay as long as it does.
+    pub fn view<'py>(py: Python<'py>, bytes: Bytes) -> PyResult<Bound<'py, PyMemoryView>> {
+        PyMemoryView::from(Bound::new(py, Self { bytes })?.as_any())
+    }
+}
+
+#[pymethods]
+impl SharedBytes {
+    /// # Safety
+    /// As CPython calls it: `view` is its own to be filled.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        const READ_ONLY: c_int = 1;
+        let bytes = &slf.get().bytes;
+        // SAFETY: the bytes live as long as `slf`, to which the view holds a reference.
+        let filled = unsafe {
+            ffi::PyBuffer_FillInfo(
+                view,
+                slf.as_ptr(),
+                bytes.as_ptr().cast_mut().cast(),
+                bytes.len() as isize,
+                READ_ONLY,
+                flags,
+            )
+        };
+        if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
 }

@@ -20,6 +20,38 @@ mod classes {
 }
 use classes::*;
 
+/// An error of one of the crates.
+pub(crate) trait Raised {
+    /// Its exception.
+    fn raised(self) -> PyErr;
+}
+
+impl Raised for strata_checkpoint::Error {
+    fn raised(self) -> PyErr {
+        to_py(self)
+    }
+}
+
+impl Raised for strata_io::Error {
+    fn raised(self) -> PyErr {
+        store_error(self)
+    }
+}
+
+impl Raised for strata_data::Error {
+    fn raised(self) -> PyErr {
+        use strata_data::Error;
+        let message = self.to_string();
+        match self {
+            Error::Io(error) => store_error(error),
+            Error::Config(_) => ConfigError::new_err(message),
+            Error::File { .. } => StorageError::new_err(message),
+            Error::Damaged { .. } => CorruptionError::new_err(message),
+            Error::NotFound { .. } => ObjectNotFoundError::new_err(message),
+        }
+    }
+}
+
 /// The exception for a checkpoint's or a store's error.
 pub(crate) fn to_py(error: strata_checkpoint::Error) -> PyErr {
     use strata_checkpoint::Error;

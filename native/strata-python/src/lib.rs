@@ -2,6 +2,7 @@
 
 mod buffers;
 mod checkpoint;
+mod data;
 mod entries;
 mod errors;
 mod run;
@@ -29,5 +30,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     run::register(module)?;
     staging::register(module)?;
     checkpoint::register(module)?;
+    data::register(module)?;
     together::register(module)
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use tokio::runtime::Runtime;
 
-use crate::errors::to_py;
+use crate::errors::{Raised, to_py};
 
 /// How long Ctrl-C may go unnoticed.
 const SIGNAL_EVERY: Duration = Duration::from_millis(50);
@@ -46,7 +46,7 @@ pub(crate) fn runtime() -> PyResult<Arc<Runtime>> {
 pub(crate) fn wait<T, E, F>(py: Python<'_>, future: F) -> PyResult<T>
 where
     T: Send + 'static,
-    E: Into<strata_checkpoint::Error> + Send + 'static,
+    E: Raised + Send + 'static,
     F: Future<Output = Result<T, E>> + Send + 'static,
 {
     let runtime = runtime()?;
@@ -59,7 +59,7 @@ where
     });
     let outcome = loop {
         match py.detach(|| receiver.lock().expect("never poisoned").recv_timeout(SIGNAL_EVERY)) {
-            Ok(result) => break result.map_err(|error| to_py(error.into())),
+            Ok(result) => break result.map_err(Raised::raised),
             Err(RecvTimeoutError::Disconnected) => {
                 let detail = "the operation panicked; this is a bug of torch_strata".to_owned();
                 break Err(to_py(strata_checkpoint::Error::Plan(detail)));

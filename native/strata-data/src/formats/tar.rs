@@ -97,8 +97,7 @@ pub fn entry(source: &(impl ReadAt + ?Sized), mut at: u64) -> Result<Option<Entr
 pub fn scan(source: &(impl ReadAt + ?Sized)) -> Result<Vec<u64>> {
     let (mut bounds, mut at, mut end) = (Vec::new(), 0, 0);
     let mut key: Option<String> = None;
-    loop {
-        let Some(entry) = entry(source, at)? else { break };
+    while let Some(entry) = entry(source, at)? {
         at = entry.end;
         let Some((own, _)) = entry.key_and_field() else { continue };
         if key.as_deref() != Some(own) {
@@ -267,8 +266,10 @@ mod tests {
         [files.concat(), vec![0; 1024]].concat()
     }
 
-    /// Each sample: its key, and its fields with their content.
-    fn samples(archive: &[u8]) -> Result<Vec<(String, Vec<(String, Vec<u8>)>)>> {
+    /// Key, and name and content of each field.
+    type Sample = (String, Vec<(String, Vec<u8>)>);
+
+    fn samples(archive: &[u8]) -> Result<Vec<Sample>> {
         let bounds = scan(archive)?;
         let sample = |pair: &[u64]| {
             let bytes = &archive[pair[0] as usize..pair[1] as usize];
@@ -306,7 +307,7 @@ mod tests {
         let of = |key: &str, fields: &[(&str, &[u8])]| {
             (key.to_owned(), fields.iter().map(|(name, bytes)| ((*name).to_owned(), bytes.to_vec())).collect())
         };
-        let expected: Vec<(String, Vec<(String, Vec<u8>)>)> = vec![
+        let expected: Vec<Sample> = vec![
             of("train/a.b/one", &[("jpg", b"image"), ("seg.png", b"")]),
             of("two", &[("cls", b"7"), ("txt", b"text")]),
             of("one", &[("cls", b"another sample")]),

@@ -1,0 +1,204 @@
+//! `_native.DataIndex` and `_native.Batches`: samples of data shards.
+
+use std::sync::{Arc, Mutex};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+use strata_data::batches::{Batches as Reading, Plan, RawBatch, Source};
+use strata_data::dataset::{Format, Index};
+use strata_data::order::{Lanes, Order, Shuffle};
+use strata_data::partition::{Ending, Stream};
+use strata_io::schedule::ByteBudget;
+
+use crate::buffers::SharedBytes;
+use crate::runtime::{runtime, wait};
+use crate::store::Store;
+
+/// Shards and where their samples begin: of no process.
+#[pyclass(module = "torch_strata._native", frozen)]
+pub(crate) struct DataIndex {
+    index: Arc<Index>,
+}
+
+/// (name, bytes, number of samples) of a shard.
+type RawShard = (String, u64, u64);
+
+#[pymethods]
+impl DataIndex {
+    #[staticmethod]
+    fn scan(py: Python<'_>, store: &Store, pattern: String, format: &str) -> PyResult<Self> {
+        let (store, format) = (store.open()?.0, format_of(format)?);
+        let index = wait(py, async move { Index::scan(store, &pattern, format).await })?;
+        Ok(Self { index: Arc::new(index) })
+    }
+
+    #[getter]
+    fn num_samples(&self) -> u64 {
+        self.index.num_samples()
+    }
+
+    #[getter]
+    fn shards(&self) -> Vec<RawShard> {
+        let shard = |shard: &strata_data::dataset::Shard| (shard.name.clone(), shard.size_bytes, shard.num_samples());
+        self.index.shards().iter().map(shard).collect()
+    }
+
+    fn order(&self, shuffle: RawShuffle, num_lanes: u64, turn: u64, seed: u64, epoch: u64) -> PyResult<DataOrder> {
+        let counts: Vec<u64> = self.index.shards().iter().map(strata_data::dataset::Shard::num_samples).collect();
+        let order = Order::new(&counts, shuffle_of(shuffle)?, Lanes { num_lanes, turn }, seed, epoch);
+        Ok(DataOrder { order: Arc::new(order) })
+    }
+
+    #[pyo3(signature = (store, order, following, *, world_size, rank, num_workers, worker, batch_size, ending, start,
+                        first, max_ahead_bytes))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+    fn batches(
+        &self,
+        store: &Store,
+        order: &DataOrder,
+        following: &DataOrder,
+        world_size: u64,
+        rank: u64,
+        num_workers: u64,
+        worker: u64,
+        batch_size: u64,
+        ending: &str,
+        start: u64,
+        first: u64,
+        max_ahead_bytes: u64,
+    ) -> PyResult<Batches> {
+        let stream = Stream { world_size, rank, num_workers, worker, batch_size };
+        let (order, next) = (order.order.clone(), following.order.clone());
+        let plan = Plan { order, next, stream, ending: ending_of(ending)?, start, first };
+        let source = Source { store: store.open()?.0, index: self.index.clone() };
+        let runtime = runtime()?;
+        let _guard = runtime.enter();
+        let reading = Reading::new(source, plan, ByteBudget::new(max_ahead_bytes), max_ahead_bytes / WINDOWS);
+        Ok(Batches { pid: std::process::id(), reading: Mutex::new(Some(reading)) })
+    }
+}
+
+/// Windows that are read ahead at a time.
+const WINDOWS: u64 = 4;
+
+/// kind, block, buffer.
+type RawShuffle = (String, u64, u64);
+
+/// The order of an epoch.
+#[pyclass(module = "torch_strata._native", frozen)]
+pub(crate) struct DataOrder {
+    order: Arc<Order>,
+}
+
+#[pymethods]
+impl DataOrder {
+    fn samples(&self, start: u64, end: u64) -> PyResult<Vec<u64>> {
+        if start > end || end > self.order.num_samples() {
+            return Err(PyValueError::new_err(format!("{start}..{end} of {}", self.order.num_samples())));
+        }
+        Ok((start..end).map(|position| self.order.sample(position)).collect())
+    }
+}
+
+/// Batches that are read ahead.
+#[pyclass(module = "torch_strata._native", frozen)]
+pub(crate) struct Batches {
+    pid: u32,
+    reading: Mutex<Option<Reading>>,
+}
+
+/// Where all ranks stand behind the batch, its number, samples that others have too; keys, and each field's content.
+type RawSamples<'py> = (u64, u64, u64, Vec<String>, Bound<'py, PyDict>);
+
+#[pymethods]
+impl Batches {
+    fn next<'py>(&self, py: Python<'py>) -> PyResult<Option<RawSamples<'py>>> {
+        if self.pid != std::process::id() {
+            return Err(PyValueError::new_err("batches of another process"));
+        }
+        let taken = self.reading.lock().expect("never poisoned").take();
+        let Some(mut reading) = taken else { return Ok(None) };
+        let (back, came) = std::sync::mpsc::sync_channel(1);
+        let batch = wait(py, async move {
+            let batch = reading.next().await;
+            // The channel has room, and its other end waits.
+            let _ = back.send(reading);
+            batch
+        });
+        // Gone if Ctrl-C came first, and what was read with it.
+        *self.reading.lock().expect("never poisoned") = came.try_recv().ok();
+        batch?.map(|batch| raw(py, batch)).transpose()
+    }
+
+    fn close(&self) {
+        if self.pid == std::process::id() {
+            self.reading.lock().expect("never poisoned").take();
+        }
+    }
+}
+
+impl Drop for Batches {
+    fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // Its tasks are those of a runtime that a forked child lacks.
+            std::mem::forget(self.reading.get_mut().expect("never poisoned").take());
+        }
+    }
+}
+
+fn raw<'py>(py: Python<'py>, batch: RawBatch) -> PyResult<RawSamples<'py>> {
+    let fields = PyDict::new(py);
+    let num_samples = batch.samples.len();
+    let mut keys = Vec::with_capacity(num_samples);
+    for (at, sample) in batch.samples.into_iter().enumerate() {
+        for field in sample.fields.fields {
+            let values = match fields.get_item(&field.name)? {
+                Some(values) => values.cast_into::<PyList>()?,
+                None => {
+                    // None for the samples that lack it.
+                    let values = PyList::new(py, (0..num_samples).map(|_| py.None()))?;
+                    fields.set_item(&field.name, &values)?;
+                    values
+                }
+            };
+            let content = sample.bytes.slice(field.data.start as usize..field.data.end as usize);
+            values.set_item(at, SharedBytes::view(py, content)?)?;
+        }
+        keys.push(sample.fields.key);
+    }
+    Ok((batch.batch.after, batch.nth, batch.batch.num_repeated, keys, fields))
+}
+
+fn format_of(name: &str) -> PyResult<Format> {
+    match name {
+        "tar" => Ok(Format::Tar),
+        _ => Err(PyValueError::new_err(format!("no format {name:?}"))),
+    }
+}
+
+fn shuffle_of((kind, block, buffer): RawShuffle) -> PyResult<Shuffle> {
+    match &*kind {
+        "none" => Ok(Shuffle::None),
+        "shards" => Ok(Shuffle::Shards),
+        "blocks" => Ok(Shuffle::Blocks { block, buffer }),
+        "full" => Ok(Shuffle::Full),
+        _ => Err(PyValueError::new_err(format!("no shuffle {kind:?}"))),
+    }
+}
+
+fn ending_of(name: &str) -> PyResult<Ending> {
+    match name {
+        "short" => Ok(Ending::Short),
+        "drop" => Ok(Ending::Drop),
+        "pad" => Ok(Ending::Pad),
+        "continue" => Ok(Ending::Continue),
+        _ => Err(PyValueError::new_err(format!("no ending {name:?}"))),
+    }
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<DataIndex>()?;
+    module.add_class::<DataOrder>()?;
+    module.add_class::<Batches>()
+}
