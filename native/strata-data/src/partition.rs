@@ -59,7 +59,8 @@ impl Stream {
         let left = num_samples - first;
         if left >= each || ending == Ending::Continue {
             let positions = first + self.rank * self.batch_size..first + (self.rank + 1) * self.batch_size;
-            return Some(Batch { positions, num_repeated: 0, after: first + each });
+            let is_last = ending == Ending::Drop && left < 2 * each;
+            return Some(Batch { positions, num_repeated: 0, after: if is_last { num_samples } else { first + each } });
         }
         Some(match ending {
             Ending::Pad => self.padded(num_samples, first),

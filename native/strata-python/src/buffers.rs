@@ -9,7 +9,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyMemoryView;
+use pyo3::types::{PyBytes, PyType};
 use strata_checkpoint::Destination;
 use strata_checkpoint::geometry::StridedCopy;
 use strata_device::{Device, DeviceMemory, Result};
@@ -116,14 +116,27 @@ pub(crate) struct SharedBytes {
 }
 
 impl SharedBytes {
-    /// A view of `bytes`, which stay as long as it does.
-    pub fn view<'py>(py: Python<'py>, bytes: Bytes) -> PyResult<Bound<'py, PyMemoryView>> {
-        PyMemoryView::from(Bound::new(py, Self { bytes })?.as_any())
+    /// `bytes`, which stay as long as it and its views do.
+    pub fn new(bytes: Bytes) -> Self {
+        Self { bytes }
     }
 }
 
 #[pymethods]
 impl SharedBytes {
+    fn __len__(&self) -> usize {
+        self.bytes.len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<{} bytes>", self.bytes.len())
+    }
+
+    /// Another process gets plain `bytes`.
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (Bound<'py, PyBytes>,)) {
+        (py.get_type::<PyBytes>(), (PyBytes::new(py, &self.bytes),))
+    }
+
     /// # Safety
     /// As CPython calls it: `view` is its own to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {

@@ -163,7 +163,7 @@ fn raw<'py>(py: Python<'py>, batch: RawBatch) -> PyResult<RawSamples<'py>> {
                 }
             };
             let content = sample.bytes.slice(field.data.start as usize..field.data.end as usize);
-            values.set_item(at, SharedBytes::view(py, content)?)?;
+            values.set_item(at, SharedBytes::new(content))?;
         }
         keys.push(sample.fields.key);
     }
@@ -200,5 +200,6 @@ fn ending_of(name: &str) -> PyResult<Ending> {
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<DataIndex>()?;
     module.add_class::<DataOrder>()?;
-    module.add_class::<Batches>()
+    module.add_class::<Batches>()?;
+    module.add_class::<SharedBytes>()
 }

@@ -1,0 +1,344 @@
+"""The shards of a data set as an iterable of batches, with a state that resumes exactly. Imports no torch."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch_strata import _native
+from torch_strata.checkpoint._store import open_store, resolve_config
+from torch_strata.config import StorageConfig
+from torch_strata.data.batch import Batch, Position
+from torch_strata.data.shuffle import Shuffle
+from torch_strata.errors import ConfigError
+
+__all__ = ["Ending", "ShardDataset"]
+
+Ending = Literal["short", "drop", "pad", "continue"]
+
+_GLOB = "*?[{"
+_FORMATS = {".tar": "tar"}
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """One stream of batches among those of all ranks and their workers."""
+
+    rank: int
+    world_size: int
+    worker: int = 0
+    num_workers: int = 1
+
+
+class ShardDataset:
+    """Samples of shards at a path or URL, in batches, for one rank of several.
+
+    Args:
+        url: A path or URL of shards, with `*`, `?`, `[0-9]`, `{a,b}` and `**` where there are several; or their folder.
+        format: ``"tar"``; None: by the end of the name.
+        shuffle: None: as they lie, shards by their names.
+        batch_size: Samples in a batch of a rank; None: single samples.
+        ending: What becomes of the last samples of an epoch, which do not fill a batch on every rank. Every rank gets
+            as many batches in each case. ``"short"``: the last batches are short; ``"drop"``: they are left out;
+            ``"pad"``: the batches are filled with samples from the epoch's beginning; ``"continue"``: with those of the
+            next epoch, which begins behind them.
+        transform: Called with each batch; what it returns is handed over instead.
+        rank: None: that of torch.distributed, else of torchrun, else 0.
+        world_size: Number of ranks that share the data; as `rank`.
+        max_ahead_bytes: Memory for what is read ahead, in bytes; one batch more may be held.
+        config: Settings of the store.
+        storage_options: The store's own settings; added to those of `config`.
+
+    Raises:
+        ConfigError: If an argument has the wrong type or is out of range.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        format: str | None = None,
+        shuffle: Shuffle | None = None,
+        batch_size: int | None = None,
+        ending: Ending = "short",
+        transform: Callable[[Batch], Any] | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        max_ahead_bytes: int = 256 << 20,
+        config: StorageConfig | None = None,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        self._root, self._pattern = _split(os.fspath(url))
+        self._format = _format_of(self._pattern, format)
+        self._config = resolve_config(config, storage_options)
+        if config is None:
+            # What an epoch reads once, the next one reads again: the page cache helps.
+            self._config = replace(self._config, direct_io=False)
+        if shuffle is not None and not isinstance(shuffle, Shuffle):
+            raise ConfigError(f"shuffle: expected a Shuffle or None, found {shuffle!r}")
+        if ending not in ("short", "drop", "pad", "continue"):
+            raise ConfigError(f"ending: expected 'short', 'drop', 'pad' or 'continue', found {ending!r}")
+        if (rank is None) != (world_size is None):
+            raise ConfigError("rank and world_size: expected both or neither")
+        self.shuffle, self.ending, self.transform = shuffle, ending, transform
+        self.batch_size = None if batch_size is None else _int("batch_size", batch_size, 1)
+        if rank is None or world_size is None:
+            self._place = None
+        else:
+            self._place = Place(_int("rank", rank, 0, world_size), _int("world_size", world_size, 1))
+        self._max_ahead_bytes = _int("max_ahead_bytes", max_ahead_bytes, 1)
+        self._opened: _native.DataIndex | None = None
+        # Where the next pass begins.
+        self._next = Position(0, 0, 0, 0)
+        self._last: Position | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all shards. Looks for them when it is first asked."""
+        return int(self._index().num_samples)
+
+    @property
+    def epoch(self) -> int:
+        """The pass that the next iterator makes, from 0."""
+        return self._next.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iterator make the pass `epoch`; it has no effect on the rest of a pass that was loaded.
+
+        Raises:
+            ConfigError: If `epoch` is not an int from 0 on.
+        """
+        epoch = _int("epoch", epoch, 0)
+        if epoch != self._next.epoch:
+            place = self._placed()
+            each = place.world_size * (self.batch_size or 1)
+            behind = (epoch - self._next.epoch) * self.num_samples - self._next.samples
+            self._next = Position(epoch, -behind % each if self.ending == "continue" else 0, 0, 0)
+
+    def __len__(self) -> int:
+        """Batches of each rank in a whole pass."""
+        each = self._placed().world_size * (self.batch_size or 1)
+        return self.num_samples // each if self.ending == "drop" else -(-self.num_samples // each)
+
+    def __iter__(self) -> "BatchIterator":
+        return self.iterate(self._placed())
+
+    def iterate(self, place: Place) -> "BatchIterator":
+        """One pass, from where the last one ended or the loaded state says, as `place` takes part in it."""
+        return BatchIterator(self, place, self._begin(place))
+
+    def state_dict(self, after: Batch | None = None) -> dict[str, Any]:
+        """Where all ranks stand once each has consumed `after`, or the last batch that was handed over here.
+
+        Less than 1 KB, the same on all ranks, and good on any other number of ranks and workers.
+
+        Raises:
+            ConfigError: If `after` carries no position.
+        """
+        if after is None:
+            position = self._last or self._next
+        elif isinstance(after, Batch):
+            position = after.position
+        else:
+            raise ConfigError(f"after: expected a Batch of this pipe, found a {type(after).__name__} without position")
+        return {"version": _STATE_VERSION, "data": self._identity(), **self._plain(position)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind what `state` says was consumed.
+
+        Raises:
+            ConfigError: If the state is of other data, of another shuffle or of another version.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION:
+            raise ConfigError(f"state: expected one of state_dict() of version {_STATE_VERSION}, found {state!r}")
+        if state["data"] != self._identity():
+            raise ConfigError(
+                f"the state is of other data or another shuffle: expected {self._identity()}, found {state['data']}"
+            )
+        self._next = Position(state["epoch"], state["samples"], state["num_lanes"], state["turn"])
+        self._last = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An index is found again; a list of 10,000 shards is not sent to each worker.
+        return {**self.__dict__, "_opened": None, "_place": self._placed()}
+
+    def _index(self) -> "_native.DataIndex":
+        if self._opened is None:
+            self._opened = _native.DataIndex.scan(self._store(), self._pattern, self._format)
+        return self._opened
+
+    def _store(self) -> _native.Store:
+        return open_store(self._root, self._config)
+
+    def _placed(self) -> Place:
+        return self._place or _world()
+
+    def _identity(self) -> dict[str, Any]:
+        """What a position is of."""
+        shards = hashlib.sha256(repr(self._index().shards).encode()).hexdigest()[:16]
+        return {"num_samples": self.num_samples, "shards": shards, "shuffle": list(self._raw_shuffle())}
+
+    @staticmethod
+    def _plain(position: Position) -> dict[str, int]:
+        names = ("epoch", "samples", "num_lanes", "turn")
+        return {name: int(getattr(position, name)) for name in names}
+
+    def _raw_shuffle(self) -> tuple[str, int, int, int]:
+        shuffle = self.shuffle
+        if shuffle is None:
+            return ("none", 0, 0, 0)
+        names = {"samples": "full", "shards": "shards", "blocks": "blocks"}
+        is_blocks = shuffle.by == "blocks"
+        return (
+            names[shuffle.by],
+            shuffle.block if is_blocks else 0,
+            shuffle.buffer if is_blocks else 0,
+            shuffle.seed,
+        )
+
+    def _begin(self, place: Place) -> Position:
+        begin = self._behind(self._next)
+        if begin.num_lanes == 0:
+            # Each stream has a lane of its own, and with it pieces of the data that no other reads.
+            is_dealt = self.shuffle is not None and self.shuffle.by != "samples"
+            lanes = (place.world_size * place.num_workers, self.batch_size or 1) if is_dealt else (1, 1)
+            begin = replace(begin, num_lanes=lanes[0], turn=lanes[1])
+        return begin
+
+    def _order(self, epoch: int, begin: Position) -> "_native.DataOrder":
+        kind, block, buffer, seed = self._raw_shuffle()
+        return self._index().order((kind, block, buffer), begin.num_lanes, begin.turn, seed, epoch)
+
+    def _batches(self, place: Place, begin: Position, first: int) -> "_native.Batches":
+        return self._index().batches(
+            self._store(),
+            self._order(begin.epoch, begin),
+            self._order(begin.epoch + 1, begin),
+            world_size=place.world_size,
+            rank=place.rank,
+            num_workers=place.num_workers,
+            worker=place.worker,
+            batch_size=self.batch_size or 1,
+            ending=self.ending,
+            start=begin.samples,
+            first=first,
+            max_ahead_bytes=self._max_ahead_bytes,
+        )
+
+    def _handed_over(self, position: Position) -> None:
+        self._last = position
+
+    def _ended(self, position: Position) -> None:
+        self._next, self._last = self._behind(position), None
+
+    def _behind(self, position: Position) -> Position:
+        """The beginning of the next pass where `position` is the end of one."""
+        if self.num_samples == 0 or position.samples < self.num_samples:
+            return position
+        if self.ending == "continue":
+            # Its first samples were taken in these lanes.
+            return replace(position, epoch=position.epoch + 1, samples=position.samples - self.num_samples)
+        return Position(position.epoch + 1, 0, 0, 0)
+
+
+class BatchIterator(Iterator[Any]):
+    """One pass of one stream. Reads ahead from its first batch on."""
+
+    def __init__(self, dataset: ShardDataset, place: Place, begin: Position) -> None:
+        self._dataset, self._place, self._begin = dataset, place, begin
+        self._nth = 0
+        self._reading: _native.Batches | None = None
+
+    def __iter__(self) -> "BatchIterator":
+        return self
+
+    def __next__(self) -> Any:
+        if self._reading is None:
+            self._reading = self._dataset._batches(self._place, self._begin, self._nth)
+        raw = self._reading.next()
+        if raw is None:
+            self._dataset._ended(self._end())
+            raise StopIteration
+        after, nth, num_repeated, keys, fields = raw
+        self._nth = nth + 1
+        position = replace(self._begin, samples=after)
+        fields["__key__"] = keys
+        if self._dataset.batch_size is None:
+            fields = {name: values[0] for name, values in fields.items()}
+        batch = Batch(fields, position, num_repeated)
+        self._dataset._handed_over(position)
+        return self._transformed(batch)
+
+    def _end(self) -> Position:
+        """Where all ranks stand at the end of the pass."""
+        num_samples, start = self._dataset.num_samples, self._begin.samples
+        each = self._place.world_size * (self._dataset.batch_size or 1)
+        is_over = self._dataset.ending == "continue"
+        return replace(self._begin, samples=start - (start - num_samples) // each * each if is_over else num_samples)
+
+    def _transformed(self, batch: Batch) -> Any:
+        if self._dataset.transform is None:
+            return batch
+        made = self._dataset.transform(batch)
+        if isinstance(made, dict) and not isinstance(made, Batch):
+            return Batch(made, batch.position, batch.num_repeated)
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """This stream's part of the state, for the same number of ranks and workers."""
+        begin = self._dataset._plain(self._begin)
+        return {"place": [self._place.world_size, self._place.num_workers], "begin": begin, "nth": self._nth}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the batches that `state` says were handed over.
+
+        Raises:
+            ConfigError: If it is of another number of ranks or workers.
+        """
+        place = [self._place.world_size, self._place.num_workers]
+        if list(state["place"]) != place:
+            raise ConfigError(
+                f"the state of a stream: expected {place[0]} ranks of {place[1]} workers, found {state['place']}; "
+                "give the loader's whole state to the pipe's load_state_dict instead"
+            )
+        self._begin, self._nth, self._reading = Position(**state["begin"]), state["nth"], None
+
+
+def _world() -> Place:
+    """This process among those that train: of torch.distributed if that is up, else of torchrun."""
+    import sys
+
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return Place(dist.get_rank(), dist.get_world_size())
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or world_size is None:
+        return Place(0, 1)
+    return Place(int(rank), int(world_size))
+
+
+def _split(url: str) -> tuple[str, str]:
+    """The place and the pattern below it."""
+    first = min((url.index(sign) for sign in _GLOB if sign in url), default=len(url))
+    if first == len(url) and os.path.splitext(url)[1] not in _FORMATS:
+        return url, "*"
+    root, slash, _ = url[:first].rpartition("/")
+    return (root or "/", url[len(root) + 1 :]) if slash else (".", url)
+
+
+def _format_of(pattern: str, name: str | None) -> str:
+    if name is None:
+        name = _FORMATS.get(os.path.splitext(pattern)[1])
+    if name not in _FORMATS.values():
+        known = ", ".join(sorted(_FORMATS.values()))
+        raise ConfigError(f"format: expected one of {known}, or a name that ends in one, found {name!r} of {pattern!r}")
+    return name
+
+
+def _int(name: str, value: object, low: int, below: int | None = None) -> int:
+    if type(value) is not int or value < low or (below is not None and value >= below):
+        limit = f"from {low} on" if below is None else f"from {low} to {below - 1}"
+        raise ConfigError(f"{name}: expected an int {limit}, found {value!r}")
+    return value

@@ -1,0 +1,88 @@
+"""`StrataShardPipe`: data shards for DataLoader and StatefulDataLoader."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper
+
+from torch_strata.data.batch import Batch
+from torch_strata.data.dataset import BatchIterator, Place, ShardDataset
+from torch_strata.errors import ConfigError
+
+__all__ = ["StrataShardPipe"]
+
+
+class _LoaderDataset(IterableDataset[Any]):
+    """What loaders iterate instead of the pipe: it knows of workers, and its iterators have a state."""
+
+    def __init__(self, dataset: ShardDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> BatchIterator:
+        place = self.dataset._placed()
+        worker = get_worker_info()
+        if worker is not None:
+            place = Place(place.rank, place.world_size, worker.id, worker.num_workers)
+        return self.dataset.iterate(place)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class StrataShardPipe(IterDataPipe[Any]):
+    """Samples of shards in batches, for DataLoader (``batch_size=None``), StatefulDataLoader, or no loader.
+
+    Its order is that of `ShardDataset`, whose arguments it takes, for any number of workers. A loader gets the data set
+    and not the pipe: torch wraps pipes into something that has no state, and makes all ranks wait for each other
+    (docs/design/2026-11-28-loaders.md).
+
+    Raises:
+        ConfigError: If an argument has the wrong type or is out of range.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], **arguments: Any) -> None:
+        self._loaded = _LoaderDataset(ShardDataset(url, **arguments))
+        self._is_in_loader = False
+
+    @property
+    def dataset(self) -> ShardDataset:
+        """The data set behind it, for iteration without torch."""
+        return self._loaded.dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iterator make the pass `epoch`, from 0; see `ShardDataset.set_epoch`."""
+        self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> BatchIterator:
+        return iter(self._loaded)
+
+    def __len__(self) -> int:
+        """Batches of each rank in a whole pass."""
+        return len(self.dataset)
+
+    def state_dict(self, after: Batch | None = None) -> dict[str, Any]:
+        """Where all ranks stand once each has consumed `after`; see `ShardDataset.state_dict`.
+
+        Raises:
+            ConfigError: If `after` is not given and a loader reads the pipe: only the batch knows what was consumed.
+        """
+        if after is None and self._is_in_loader and self.dataset._last is None:
+            raise ConfigError("after: expected the last batch that was consumed, for a loader's workers read ahead")
+        return self.dataset.state_dict(after)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind what `state` says was consumed; see `ShardDataset.load_state_dict`."""
+        self.dataset.load_state_dict(state)
+
+
+def _given_to_a_loader(cls: type, datapipe: Any = None) -> Any:
+    """In place of torch's wrapper: of our pipe, the data set; what is not an instance of `cls` is not initialised."""
+    if isinstance(datapipe, StrataShardPipe):
+        datapipe._is_in_loader = True
+        return datapipe._loaded
+    return object.__new__(cls)
+
+
+_IterDataPipeSerializationWrapper.__new__ = staticmethod(_given_to_a_loader)  # type: ignore[method-assign]
