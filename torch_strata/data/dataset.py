@@ -90,8 +90,8 @@ class ShardDataset:
             self._place = Place(_int("rank", rank, 0, world_size), _int("world_size", world_size, 1))
         self._max_ahead_bytes = _int("max_ahead_bytes", max_ahead_bytes, 1)
         self._opened: _native.DataIndex | None = None
-        # Where the next pass begins.
-        self._next = Position(0, 0, 0, 0)
+        # Where it begins; no lanes until it is known who takes part.
+        self.next_pass = Position(0, 0, 0, 0)
         self._last: Position | None = None
 
     @property
@@ -100,9 +100,19 @@ class ShardDataset:
         return int(self._index().num_samples)
 
     @property
+    def place(self) -> Place:
+        """This process among those that share the data."""
+        return self._place or _world()
+
+    @property
+    def has_handed_over(self) -> bool:
+        """Whether batches of the pass that is going on were handed over in this process."""
+        return self._last is not None
+
+    @property
     def epoch(self) -> int:
         """The pass that the next iterator makes, from 0."""
-        return self._next.epoch
+        return self.next_pass.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iterator make the pass `epoch`; it has no effect on the rest of a pass that was loaded.
@@ -111,19 +121,19 @@ class ShardDataset:
             ConfigError: If `epoch` is not an int from 0 on.
         """
         epoch = _int("epoch", epoch, 0)
-        if epoch != self._next.epoch:
-            place = self._placed()
+        if epoch != self.next_pass.epoch:
+            place = self.place
             each = place.world_size * (self.batch_size or 1)
-            behind = (epoch - self._next.epoch) * self.num_samples - self._next.samples
-            self._next = Position(epoch, -behind % each if self.ending == "continue" else 0, 0, 0)
+            behind = (epoch - self.next_pass.epoch) * self.num_samples - self.next_pass.samples
+            self.next_pass = Position(epoch, -behind % each if self.ending == "continue" else 0, 0, 0)
 
     def __len__(self) -> int:
         """Batches of each rank in a whole pass."""
-        each = self._placed().world_size * (self.batch_size or 1)
+        each = self.place.world_size * (self.batch_size or 1)
         return self.num_samples // each if self.ending == "drop" else -(-self.num_samples // each)
 
     def __iter__(self) -> "BatchIterator":
-        return self.iterate(self._placed())
+        return self.iterate(self.place)
 
     def iterate(self, place: Place) -> "BatchIterator":
         """One pass, from where the last one ended or the loaded state says, as `place` takes part in it."""
@@ -138,7 +148,7 @@ class ShardDataset:
             ConfigError: If `after` carries no position.
         """
         if after is None:
-            position = self._last or self._next
+            position = self._last or self.next_pass
         elif isinstance(after, Batch):
             position = after.position
         else:
@@ -157,12 +167,12 @@ class ShardDataset:
             raise ConfigError(
                 f"the state is of other data or another shuffle: expected {self._identity()}, found {state['data']}"
             )
-        self._next = Position(state["epoch"], state["samples"], state["num_lanes"], state["turn"])
+        self.next_pass = Position(state["epoch"], state["samples"], state["num_lanes"], state["turn"])
         self._last = None
 
     def __getstate__(self) -> dict[str, Any]:
         # An index is found again; a list of 10,000 shards is not sent to each worker.
-        return {**self.__dict__, "_opened": None, "_place": self._placed()}
+        return {**self.__dict__, "_opened": None, "_place": self.place}
 
     def _index(self) -> "_native.DataIndex":
         if self._opened is None:
@@ -171,9 +181,6 @@ class ShardDataset:
 
     def _store(self) -> _native.Store:
         return open_store(self._root, self._config)
-
-    def _placed(self) -> Place:
-        return self._place or _world()
 
     def _identity(self) -> dict[str, Any]:
         """What a position is of."""
@@ -199,7 +206,7 @@ class ShardDataset:
         )
 
     def _begin(self, place: Place) -> Position:
-        begin = self._behind(self._next)
+        begin = self._behind(self.next_pass)
         if begin.num_lanes == 0:
             # Each stream has a lane of its own, and with it pieces of the data that no other reads.
             is_dealt = self.shuffle is not None and self.shuffle.by != "samples"
@@ -231,7 +238,7 @@ class ShardDataset:
         self._last = position
 
     def _ended(self, position: Position) -> None:
-        self._next, self._last = self._behind(position), None
+        self.next_pass, self._last = self._behind(position), None
 
     def _behind(self, position: Position) -> Position:
         """The beginning of the next pass where `position` is the end of one."""

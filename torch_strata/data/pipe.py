@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper
 
-from torch_strata.data.batch import Batch
-from torch_strata.data.dataset import BatchIterator, Place, ShardDataset
+from torch_strata.data.batch import Batch, Position
+from torch_strata.data.dataset import BatchIterator, ShardDataset
 from torch_strata.errors import ConfigError
 
 __all__ = ["StrataShardPipe"]
@@ -19,12 +21,25 @@ class _LoaderDataset(IterableDataset[Any]):
 
     def __init__(self, dataset: ShardDataset) -> None:
         self.dataset = dataset
+        # Where to begin, and how often that was said: shared with workers that live longer than a pass.
+        self._said = torch.zeros(5, dtype=torch.int64).share_memory_()
+        self._heard = 0
+
+    def say(self) -> None:
+        """Tell workers, those that run among them, where the next pass begins."""
+        begin = self.dataset.next_pass
+        self._said[:4] = torch.tensor([begin.epoch, begin.samples, begin.num_lanes, begin.turn])
+        self._said[4] += 1
+        self._heard = int(self._said[4])
 
     def __iter__(self) -> BatchIterator:
-        place = self.dataset._placed()
+        place = self.dataset.place
         worker = get_worker_info()
         if worker is not None:
-            place = Place(place.rank, place.world_size, worker.id, worker.num_workers)
+            place = replace(place, worker=worker.id, num_workers=worker.num_workers)
+        *begin, times = self._said.tolist()
+        if times != self._heard:
+            self._heard, self.dataset.next_pass = times, Position(*begin)
         return self.dataset.iterate(place)
 
     def __len__(self) -> int:
@@ -54,6 +69,7 @@ class StrataShardPipe(IterDataPipe[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Let the next iterator make the pass `epoch`, from 0; see `ShardDataset.set_epoch`."""
         self.dataset.set_epoch(epoch)
+        self._loaded.say()
 
     def __iter__(self) -> BatchIterator:
         return iter(self._loaded)
@@ -68,13 +84,14 @@ class StrataShardPipe(IterDataPipe[Any]):
         Raises:
             ConfigError: If `after` is not given and a loader reads the pipe: only the batch knows what was consumed.
         """
-        if after is None and self._is_in_loader and self.dataset._last is None:
+        if after is None and self._is_in_loader and not self.dataset.has_handed_over:
             raise ConfigError("after: expected the last batch that was consumed, for a loader's workers read ahead")
         return self.dataset.state_dict(after)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind what `state` says was consumed; see `ShardDataset.load_state_dict`."""
         self.dataset.load_state_dict(state)
+        self._loaded.say()
 
 
 def _given_to_a_loader(cls: type, datapipe: Any = None) -> Any:
