@@ -23,7 +23,7 @@ from torch_strata.checkpoint._holds import held, release
 from torch_strata.checkpoint._keys import KEYS_KEY, KeyNotes
 from torch_strata.checkpoint._order import SaveOrder, check_step, folder_of, make_order
 from torch_strata.checkpoint._payload import Trusted
-from torch_strata.checkpoint._ranks import Ranks
+from torch_strata.checkpoint._ranks import DAMAGE, Ranks
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
 from torch_strata.checkpoint._run_settings import check_choice, check_span, check_store, policy_of, root_of
 from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
@@ -33,7 +33,7 @@ from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle, UnseenSaves
 from torch_strata.checkpoint.metrics import write_text
 from torch_strata.checkpoint.reader import checked_classes
-from torch_strata.checkpoint.restore import DAMAGE, plain, restore, set_aside
+from torch_strata.checkpoint.restore import plain, restore, set_aside
 from torch_strata.checkpoint.retention import Retention, best_of, best_policies
 from torch_strata.checkpoint.run import (
     CheckpointMetadata,
@@ -111,10 +111,9 @@ class CheckpointManager:
         self._retention = policy_of(keep_count, retention)
         self._compress = check_flag("compress", compress)
         self._run = open_run(self._root, self._config, policy=self._retention)
-        self._group, self._no_dist = process_group, check_flag("no_dist", no_dist)
+        self._ranks = Ranks(process_group, no_dist=check_flag("no_dist", no_dist))
         check_span("timeout", timeout)
         check_choice("on_failure", on_failure, "raise", "continue")
-        self._ranks = Ranks(process_group, no_dist=no_dist)
         self._timeout, self._on_failure = timeout, on_failure
         if max_age is not None:
             check_span("max_age", max_age)
@@ -186,7 +185,7 @@ class CheckpointManager:
         return found
 
     def _save_bytes(self, data: bytes | bytearray | memoryview, order: SaveOrder) -> SaveHandle:
-        if not self._no_dist and (world_size() or 1) > 1:
+        if not self._ranks.no_dist and (world_size() or 1) > 1:
             raise ConfigError("bytes are saved by one process: pass no_dist=True on the one that does, or a state dict")
         taken = bytes(data)  # what can change is copied here; bytes are not
         path, transfer = f"{self._root}/{order.folder}", _native.Transfer()
@@ -232,8 +231,8 @@ class CheckpointManager:
             ),
             # A file of safetensors holds tensors whole.
             planner=StrataSavePlanner(whole_chunks=order.checkpoint_type is CheckpointType.MODEL_ONLY),
-            process_group=self._group,
-            no_dist=self._no_dist,
+            process_group=self._ranks.group,
+            no_dist=self._ranks.no_dist,
             timeout=self._timeout,
             on_failure=self._on_failure,
             step=order.step,
@@ -281,7 +280,9 @@ class CheckpointManager:
             if found is None:
                 raise next(reversed(tried.values())) if tried else self._none(which, self.listed())
             try:
-                return self._load(found, state, rng=rng)
+                return restore(
+                    found, self._run, state, ranks=self._ranks, rng=rng, config=self._config, **self._reading
+                )
             except (*DAMAGE, CheckpointNotFoundError) as error:
                 if which != "latest":
                     raise
@@ -467,15 +468,3 @@ class CheckpointManager:
     def _none(self, which: int | str, listed: Sequence[ListedCheckpoint]) -> CheckpointNotFoundError:
         what = "no checkpoint to resume from" if isinstance(which, str) else f"no checkpoint of step {which}"
         return CheckpointNotFoundError("; ".join([f"{what} at {self._root}", *what_else_there_is(listed)]))
-
-    def _load(self, found: list[CheckpointMetadata], state: Any, *, rng: bool) -> Any:
-        return restore(
-            found,
-            self._run,
-            state,
-            rng=rng,
-            config=self._config,
-            process_group=self._group,
-            no_dist=self._ranks.is_alone,
-            **self._reading,
-        )
