@@ -5,14 +5,15 @@ use std::sync::Arc;
 
 use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::Store;
-use strata_io::digest::{BLOCK_BYTES, xxh3};
+use strata_io::digest::xxh3;
 
 use crate::changed::{self, EarlierContent};
 use crate::item::{Dims, Item, Kind, Object, num_blocks};
 use crate::manifest::Manifest;
 use crate::open::{Source, open};
 use crate::payload;
-use crate::record::RankRecord;
+use crate::plan::block_range;
+use crate::record::{RankRecord, number_of};
 use crate::save::SaveItem;
 use crate::{Error, Result};
 
@@ -117,7 +118,7 @@ impl Parent {
             if left.is_empty() {
                 return Ok(None);
             }
-            let range = block * BLOCK_BYTES..((block + 1) * BLOCK_BYTES).min(item.payload.len());
+            let range = block_range(block, item.payload.len());
             let bytes = payload::on_host(range.end - range.start, &[(0, &item.payload, range)])?;
             let digest = xxh3(&bytes[0]);
             let known = |row: usize| self.manifest.items[row].digests.get(block as usize);
@@ -218,16 +219,8 @@ pub(crate) fn refer(record: &mut RankRecord, unchanged: Vec<(SaveItem, usize)>, 
 fn place(record: &mut RankRecord, parent: &Parent, places: &mut HashMap<u32, u32>, object: u32) -> u32 {
     *places.entry(object).or_insert_with(|| {
         let object = &parent.manifest.objects[object as usize];
-        let reference = reference_to(record, parent.owner(object));
+        let reference = number_of(&mut record.references, parent.owner(object));
         record.objects.push(Object { reference: Some(reference), ..object.clone() });
         record.objects.len() as u32 - 1
     })
-}
-
-fn reference_to(record: &mut RankRecord, owner: (String, String)) -> u32 {
-    let known = record.references.iter().position(|known| *known == owner);
-    known.unwrap_or_else(|| {
-        record.references.push(owner);
-        record.references.len() - 1
-    }) as u32
 }
