@@ -8,7 +8,7 @@ from torch_strata import _native
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError
 
-__all__ = ["check_flag", "is_place", "open_store", "resolve_config"]
+__all__ = ["check_flag", "is_below", "is_place", "open_store", "place_below", "resolve_config"]
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -53,6 +53,11 @@ def open_store(place: str | os.PathLike[str], config: StorageConfig) -> _native.
         max_tries=config.max_tries,
         deadline_s=config.deadline.total_seconds(),
     )
+
+
+def place_below(root: str | os.PathLike[str], name: str) -> str:
+    """The place of what is called `name` in the place `root`."""
+    return f"{os.fspath(root).rstrip('/')}/{name}"
 
 
 def is_below(place: str | os.PathLike[str], root: str | os.PathLike[str]) -> bool:

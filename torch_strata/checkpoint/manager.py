@@ -39,6 +39,7 @@ from torch_strata.checkpoint.run import (
     CheckpointMetadata,
     CheckpointType,
     ListedCheckpoint,
+    listed_in,
     open_run,
     what_else_there_is,
 )
@@ -198,8 +199,13 @@ class CheckpointManager:
             )
             seconds = time.monotonic() - started
             retain(self._run, self._root, self._record)
+            saved = CheckpointMetadata.of_native(raw)
             return SaveStats(
-                save_id=raw[0], written_bytes=raw[4], own_bytes=raw[4], write_seconds=seconds, committed=True
+                save_id=saved.id,
+                written_bytes=saved.size_bytes,
+                own_bytes=saved.size_bytes,
+                write_seconds=seconds,
+                committed=True,
             )
 
         return in_turn(path, write, transfer, on_failure=self._on_failure, unseen=self._unseen)
@@ -319,8 +325,8 @@ class CheckpointManager:
         return max((found.step for found in self._ranks.agree(self.all)), default=0) + 1
 
     def listed(self) -> list[ListedCheckpoint]:
-        """Every folder of the run, with what is the matter with it."""
-        return [ListedCheckpoint.of_native(raw) for raw in self._run.catalog()]
+        """Every folder of the run, with what is the matter with it; ascending by step, those of no known step last."""
+        return listed_in(self._run)
 
     def wait(self) -> None:
         """Wait for every save.

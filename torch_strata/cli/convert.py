@@ -6,6 +6,7 @@ from dataclasses import asdict
 import click
 
 from torch_strata.checkpoint._opened import Opened
+from torch_strata.checkpoint._store import place_below
 from torch_strata.checkpoint._two_places import TwoPlaces
 from torch_strata.checkpoint.copy_run import CopiedRun, copy_run
 from torch_strata.checkpoint.copying import CopyReport, copy_checkpoint, import_checkpoint
@@ -84,7 +85,7 @@ def copy_command(
             raise click.UsageError("--overwrite: not of a run")
         with bar("copy", sum(one.metadata.size_bytes for one in found if one.metadata)) as progress:
             copied = copy_run(source, destination, config=config, to_options=to, progress=progress)
-        places = [f"{destination.rstrip('/')}/{folder}" for folder in copied.copied]
+        places = [place_below(destination, folder) for folder in copied.copied]
     for place in () if no_verify else places:
         _verify(place, both.destination)
     if wants_json:
