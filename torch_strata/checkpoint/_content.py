@@ -18,6 +18,7 @@ from torch_strata.checkpoint._boxes import Box, contiguous, overlap, parts_of
 from torch_strata.checkpoint._dtypes import Dtype, dtype_named
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._opened import Opened
+from torch_strata.checkpoint._paths import Path
 from torch_strata.checkpoint._planner_data import decode_planner_data
 from torch_strata.checkpoint._tiling import tiling_fault
 from torch_strata.errors import CheckpointError, CorruptionError
@@ -25,7 +26,7 @@ from torch_strata.errors import CheckpointError, CorruptionError
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
-__all__ = ["BATCH_BYTES", "Buffer", "Content", "Path", "Piece", "Progress", "Tensor", "Wanted", "content_of"]
+__all__ = ["BATCH_BYTES", "Buffer", "Content", "Piece", "Progress", "Tensor", "Wanted", "content_of"]
 
 # Memory of a batch: large enough that its requests keep a store busy, small beside any training job's.
 BATCH_BYTES = 256 << 20
@@ -34,7 +35,6 @@ _VALUE_BYTES = 16 << 20
 # Where parts of a batch begin: what the core asks of memory for direct I/O is a multiple of a page at best.
 _ALIGN = 64
 
-Path = tuple[str | int, ...]
 # Told how many bytes more are done.
 Progress = Callable[[int], None]
 

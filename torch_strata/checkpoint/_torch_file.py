@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch_strata import _native
-from torch_strata.checkpoint._content import Content, Path, Piece, Tensor
+from torch_strata.checkpoint._content import Content, Piece, Tensor
 from torch_strata.checkpoint._dtypes import dtype_named
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._keys import keys_of, noted
+from torch_strata.checkpoint._paths import Path, dotted
 from torch_strata.checkpoint._torch_pickle import Storage, TensorRef, dump, load
 from torch_strata.checkpoint._torch_zip import TorchZip
 from torch_strata.errors import CheckpointError, CorruptionError
@@ -176,7 +177,7 @@ def flatten(state: Mapping[Any, Any], where: str) -> dict[str, tuple[Path, Any]]
     leaves: dict[str, tuple[Path, Any]] = {}
     try:
         for path, leaf in _Walk(where).leaves((), state):
-            fqn = ".".join(map(str, path))
+            fqn = dotted(path)
             if fqn in leaves:
                 raise CheckpointError(f"{where}: two values have the key {fqn!r:.200}")
             leaves[fqn] = path, leaf

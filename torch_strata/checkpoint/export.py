@@ -12,9 +12,10 @@ from typing import Any
 
 from torch_strata import _native
 from torch_strata.checkpoint._boxes import contiguous
-from torch_strata.checkpoint._content import Content, Path, Progress, Tensor
+from torch_strata.checkpoint._content import Content, Progress, Tensor
 from torch_strata.checkpoint._dtypes import dtype_named
 from torch_strata.checkpoint._keys import KEYS_KEY, Keys
+from torch_strata.checkpoint._paths import Path, dotted, nested
 from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors, why_not_safetensors
 from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint._stream import ObjectStream
@@ -164,7 +165,7 @@ def export_torch(
         store.size(name)
         raise CheckpointExistsError(f"{os.fspath(destination)} already exists")
     chosen = _choose(content, key)
-    state = _nested(content, chosen)
+    state = _state(content, chosen)
     keys = _keys(content)
     keys = keys if key is None else keys.below(key)
     keys.give_back(state, [()])
@@ -195,7 +196,7 @@ def _choose(content: Content, key: str | None) -> list[_Chosen]:
         if not fqn.startswith(f"{key}."):
             continue
         name, path = fqn[len(key) + 1 :], content.path_of(fqn)
-        heads = [at for at in range(1, len(path)) if ".".join(map(str, path[:at])) == key]
+        heads = [at for at in range(1, len(path)) if dotted(path[:at]) == key]
         chosen.append(_Chosen(fqn, name, path[heads[0] :] if heads else (name,)))
     if not chosen:
         raise CheckpointError(f"{content.where}: nothing is below the key {key!r:.200}")
@@ -265,19 +266,18 @@ def _write_safetensors(
         raise
 
 
-def _nested(content: Content, chosen: Sequence[_Chosen]) -> dict[str, Any]:
+def _state(content: Content, chosen: Sequence[_Chosen]) -> Any:
     """The state with tensors as references: what torch.save would have been given."""
     storages: dict[tuple[Any, ...], Storage] = {}
-    root: dict[str, Any] = {}
     values = content.read_values(item.fqn for item in chosen if item.fqn not in content.tensors)
-    for item in chosen:
-        tensor = content.tensors.get(item.fqn)
+
+    def value_of(fqn: str) -> Any:
+        tensor = content.tensors.get(fqn)
         if tensor is None:
-            value = load_value(next(values)[1], f"{content.where}: {item.fqn!r:.200}")
-        else:
-            value = _reference(content, tensor, storages)
-        _set(root, item, value, content.where)
-    return root
+            return load_value(next(values)[1], f"{content.where}: {fqn!r:.200}")
+        return _reference(content, tensor, storages)
+
+    return nested([(item.path, value_of(item.fqn)) for item in chosen], f"{content.where}: planner_data")
 
 
 def _keys(content: Content) -> Keys:
@@ -299,28 +299,6 @@ def _reference(content: Content, tensor: Tensor, storages: dict[tuple[Any, ...],
     key = tuple((piece.row, piece.offsets, piece.gathered) for piece in tensor.pieces), tensor.shape
     storage = storages.setdefault(key, Storage("", tensor.dtype if typed else None, count, tensor))
     return TensorRef(storage, tensor.dtype, 0, tensor.shape, contiguous(tensor.shape), tensor.entry[5])
-
-
-def _set(root: Any, item: _Chosen, value: Any, where: str) -> None:
-    """As DCP's set_element: a path's text is a key of a dict, its number a position in a list."""
-    at = root
-    for part, after in zip(item.path, [*item.path[1:], None], strict=True):
-        fresh: Any = value if after is None else {} if isinstance(after, str) else []
-        if isinstance(at, dict):
-            at = at.setdefault(part, fresh)
-        elif isinstance(at, list) and isinstance(part, int) and 0 <= part < _LONGEST_LIST:
-            at.extend([None] * (part + 1 - len(at)))
-            if at[part] is None:
-                at[part] = fresh
-            at = at[part]
-        else:
-            raise CheckpointError(f"{where}: the path {item.path!r:.200} leads through a value")
-        if after is not None and not isinstance(at, dict | list):
-            raise CheckpointError(f"{where}: the path {item.path!r:.200} leads through a value")
-
-
-# A hostile position must not become a list of as many places.
-_LONGEST_LIST = 10_000_000
 
 
 def _counted(chunks: Any, progress: Progress | None) -> Any:

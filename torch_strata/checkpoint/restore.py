@@ -9,8 +9,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_strata import _native
-from torch_strata.checkpoint._grown import empty_containers, nested, number_params, slot_for
+from torch_strata.checkpoint._grown import empty_containers, number_params, slot_for
 from torch_strata.checkpoint._keys import KEYS_KEY, Keys
+from torch_strata.checkpoint._paths import nested
 from torch_strata.checkpoint._quiet import quiet_alone
 from torch_strata.checkpoint._ranks import Ranks
 from torch_strata.checkpoint._rng import RNG_KEY, restore_rng
