@@ -68,8 +68,7 @@ class RunWriter(StrataWriter):
         record: RunRecord,
         on_torn: OnTorn,
         config: StorageConfig,
-        compress: bool = False,
-        **settings: Any,
+        compress: bool,
     ) -> None:
         self._root, self._run, self._order = root, run, order
         self._claim, self.unseen = claim, unseen
@@ -77,7 +76,7 @@ class RunWriter(StrataWriter):
         self._compress = compress and order.checkpoint_type.is_whole
         self._parent: str | None = None
         self._rewrites = False
-        super().__init__(place_below(root, order.folder), config=config, run_root=root, **settings)
+        super().__init__(place_below(root, order.folder), config=config, run_root=root, overwrite=True)
 
     def copy_state(self, state_dict: dict[str, Any], *, last: Assignment | None = None) -> StagedState | StagedFuture:
         """As the writer's own.
@@ -104,9 +103,10 @@ class RunWriter(StrataWriter):
             order = self._order
             parent = self._run.check_new(order.step, order.checkpoint_type.value, overwrite=order.overwrite)
             self._record.learn_newest(self._run, order)
-            self._parent = parent if order.checkpoint_type is CheckpointType.INCREMENTAL else None
-            if self._compress and order.checkpoint_type is CheckpointType.INCREMENTAL:
-                self._bound_chain()
+            if order.checkpoint_type is CheckpointType.INCREMENTAL:
+                self._parent = parent
+                if self._compress:
+                    self._bound_chain()
         prepared = super().prepare_local_plan(plan)
         if self._commits:
             self._run.hold(self._generation())

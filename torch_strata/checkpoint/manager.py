@@ -33,7 +33,7 @@ from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle, UnseenSaves
 from torch_strata.checkpoint.metrics import write_text
 from torch_strata.checkpoint.reader import checked_classes
-from torch_strata.checkpoint.restore import plain, restore, set_aside
+from torch_strata.checkpoint.restore import held_by, plain, restore, set_aside
 from torch_strata.checkpoint.retention import Retention, best_of, best_policies
 from torch_strata.checkpoint.run import (
     CheckpointMetadata,
@@ -211,7 +211,7 @@ class CheckpointManager:
         return in_turn(path, write, transfer, on_failure=self._on_failure, unseen=self._unseen)
 
     def _save_state(self, state: Any, order: SaveOrder) -> SaveHandle:
-        held = state.state_dict() if hasattr(state, "state_dict") and not isinstance(state, dict) else state
+        held = held_by(state)
         if not isinstance(held, dict):
             raise ConfigError(f"state: expected a state dict, a Stateful or bytes, found a {type(state).__name__}")
         key = order.checkpoint_type.key
@@ -219,12 +219,12 @@ class CheckpointManager:
             raise ConfigError(f"state: a checkpoint of type {order.checkpoint_type} needs the key {key!r}")
         if taken := held.keys() & {RNG_KEY, KEYS_KEY}:
             raise ConfigError(f"state: the key {taken.pop()!r} is the manager's own")
-        whole = plain(held if key is None else {key: held[key]})
-        whole |= self._notes.of(whole)
+        saved = plain(held if key is None else {key: held[key]})
+        saved |= self._notes.of(saved)
         if order.checkpoint_type.is_whole:
-            whole = {**whole, RNG_KEY: {str(self._ranks.number): capture_rng()}}
+            saved[RNG_KEY] = {str(self._ranks.number): capture_rng()}
         return async_save(
-            whole,
+            saved,
             storage_writer=RunWriter(
                 *(self._root, self._run, order),
                 claim=self._claim,
@@ -233,7 +233,6 @@ class CheckpointManager:
                 on_torn=self._on_torn,
                 config=self._config,
                 compress=self._compress,
-                overwrite=True,
             ),
             # A file of safetensors holds tensors whole.
             planner=StrataSavePlanner(whole_chunks=order.checkpoint_type is CheckpointType.MODEL_ONLY),
@@ -298,8 +297,7 @@ class CheckpointManager:
 
     def latest(self) -> CheckpointMetadata | None:
         """The newest checkpoint to resume from. Looks at the store, on the rank that asks."""
-        whole = [found for found in self.all() if found.checkpoint_type.is_whole]
-        return whole[-1] if whole else None
+        return next(reversed(self._whole()), None)
 
     def best(self, metric: str | None = None) -> CheckpointMetadata | None:
         """The best checkpoint by the policy's KeepBest, or by the one for `metric` if there are several.
@@ -308,7 +306,7 @@ class CheckpointManager:
             ConfigError: If there is no such KeepBest in the policy, or more than one.
         """
         policy = best_of(self._retention, metric)
-        whole = [found for found in self.all() if found.checkpoint_type.is_whole]
+        whole = self._whole()
         at = policy.best_of([dict(found.metrics) for found in whole])
         return None if at is None else whole[at]
 
@@ -453,6 +451,9 @@ class CheckpointManager:
                 raise
             _logger.error("%s: %s: %s", self._root, type(failure).__name__, failure)
 
+    def _whole(self) -> list[CheckpointMetadata]:
+        return [found for found in self.all() if found.checkpoint_type.is_whole]
+
     def _hold_right(self) -> None:
         """The right to commit and to remove: the one that this process's writers have too."""
         self._run.hold(self._claim.generation())
@@ -463,7 +464,7 @@ class CheckpointManager:
     def _candidates(self, which: int | str) -> list[list[CheckpointMetadata]]:
         """Each a whole checkpoint, or the parts of a step."""
         if which == "latest":
-            return [[found] for found in reversed(self.all()) if found.checkpoint_type.is_whole]
+            return [[found] for found in reversed(self._whole())]
         if which == "best":
             best = self.best()
             return [] if best is None else [[best]]

@@ -22,7 +22,7 @@ from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType
 from torch_strata.config import StorageConfig
 from torch_strata.errors import LayoutMismatchError, StrataError
 
-__all__ = ["plain", "restore", "set_aside"]
+__all__ = ["held_by", "plain", "restore", "set_aside"]
 
 _logger = logging.getLogger(__name__)
 
@@ -150,6 +150,11 @@ def _restore_one(
         number_params(wanted)  # of what was saved without such notes
         return wanted
     return state
+
+
+def held_by(state: Any) -> Any:
+    """The state dict of a Stateful, or of what only saves like one; all else as it is."""
+    return state.state_dict() if hasattr(state, "state_dict") and not isinstance(state, dict) else state
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
