@@ -1,11 +1,11 @@
-"""Where values stand in a nested state. Imports no torch."""
+"""What values of a nested state are called, and where they stand in it. Imports no torch."""
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-from torch_strata.errors import CorruptionError
+from torch_strata.errors import CheckpointError, CorruptionError
 
-__all__ = ["Path", "dotted", "nested", "rename_keys"]
+__all__ = ["Path", "decode_fqn", "dotted", "encode_fqn", "nested", "rename_keys"]
 
 # As DCP writes it: keys as text, places in a list as numbers.
 Path = tuple[str | int, ...]
@@ -17,6 +17,22 @@ _MAX_PLACES = 1 << 24
 def dotted(path: Path) -> str:
     """The key that DCP gives to what stands at `path`."""
     return ".".join(map(str, path))
+
+
+def encode_fqn(fqn: Any) -> bytes:
+    """A key as bytes, as the Rust core takes it; lone surrogates survive.
+
+    Raises:
+        CheckpointError: If it is not a str.
+    """
+    if not isinstance(fqn, str):
+        raise CheckpointError(f"a key of the state_dict is not a str: {fqn!r:.200}")
+    return fqn.encode("utf-8", "surrogatepass")
+
+
+def decode_fqn(fqn: bytes) -> str:
+    """The key that was encoded so."""
+    return fqn.decode("utf-8", "surrogatepass")
 
 
 def nested(entries: Iterable[tuple[Path, Any]], where: str = "planner_data") -> Any:

@@ -15,6 +15,7 @@ from torch_strata.checkpoint._boxes import Box, contiguous, parts_of
 from torch_strata.checkpoint._content import BATCH_BYTES, Content, Piece, Progress, Tensor, content_of
 from torch_strata.checkpoint._entries import pack_entries
 from torch_strata.checkpoint._opened import open_checkpoint, opened_safetensors
+from torch_strata.checkpoint._paths import encode_fqn
 from torch_strata.checkpoint._planner_data import encode_planner_data
 from torch_strata.checkpoint._safetensors import holds_safetensors, open_safetensors_file
 from torch_strata.checkpoint._stock_pickle import stock_parts
@@ -281,7 +282,7 @@ def _whole_entries(content: Content) -> "list[TensorEntry]":
 
 
 def _value_entry(fqn: str) -> "TensorEntry":
-    return fqn.encode("utf-8", "surrogatepass"), False, "", (), None, False, False, 0, "", [], []
+    return encode_fqn(fqn), False, "", (), None, False, False, 0, "", [], []
 
 
 def _said(to: Destination) -> "RunInfo | None":
@@ -314,7 +315,7 @@ class _Items:
     def add(self, fqn: str, index: int, template: _Template, address: int, keeper: Any) -> None:
         """Add one; `keeper`: of the memory, or the bytes of what is no plain tensor."""
         number = self.templates.setdefault(template, len(self.templates))
-        self.rows.append((fqn.encode("utf-8", "surrogatepass"), index, number, address, keeper))
+        self.rows.append((encode_fqn(fqn), index, number, address, keeper))
 
     def write(self, store: _native.Store, *, rank: int, save_id: str, parent: _native.Parent | None) -> bytes:
         """Write them; the record of `rank`."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch_strata import _native
 from torch_strata.checkpoint._boxes import contiguous
 from torch_strata.checkpoint._content import Content, Progress, Tensor
-from torch_strata.checkpoint._dtypes import dtype_named
+from torch_strata.checkpoint._dtypes import PAIRS, dtype_named
 from torch_strata.checkpoint._keys import KEYS_KEY, Keys
 from torch_strata.checkpoint._paths import Path, dotted, nested
 from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors, why_not_safetensors
@@ -245,7 +245,7 @@ def _write_safetensors(
     at = 0
     for key, tensor in ordered:
         shape = list(tensor.shape)
-        if tensor.dtype == "float4_e2m1fn_x2":
+        if tensor.dtype == PAIRS:
             shape[-1] *= 2
         end = at + tensor.num_bytes
         header[key] = {"dtype": tensor.layout.safetensors, "shape": shape, "data_offsets": [at, end]}
