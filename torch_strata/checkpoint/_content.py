@@ -36,7 +36,7 @@ _VALUE_BYTES = 16 << 20
 _ALIGN = 64
 
 # Told how many bytes more are done.
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from torch_strata.checkpoint._ranks import DAMAGE, Ranks
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
 from torch_strata.checkpoint._run_settings import check_choice, check_span, check_store, policy_of, root_of
 from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
-from torch_strata.checkpoint._store import check_flag, open_store, resolve_config
+from torch_strata.checkpoint._store import check_flag, open_store, place_below, resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle, UnseenSaves
@@ -127,7 +127,6 @@ class CheckpointManager:
             "trusted_classes": checked_classes(trusted_classes),
         }
         self._claim, self._unseen = Claim(self._root, self._config), UnseenSaves()
-        self._handles: list[CheckpointHandle] = []
         self._notes = KeyNotes(self._root)
 
     @property
@@ -179,17 +178,14 @@ class CheckpointManager:
         except StrataError:
             self._record.note_refused(order)
             raise
-        self._handles = [known for known in self._handles if known.matters]
-        found = CheckpointHandle(handle, self._run, order)
-        self._handles.append(found)
         self._record.follow(handle, order)
-        return found
+        return CheckpointHandle(handle, self._run, order)
 
     def _save_bytes(self, data: bytes | bytearray | memoryview, order: SaveOrder) -> SaveHandle:
         if not self._ranks.no_dist and (world_size() or 1) > 1:
             raise ConfigError("bytes are saved by one process: pass no_dist=True on the one that does, or a state dict")
         taken = bytes(data)  # what can change is copied here; bytes are not
-        path, transfer = f"{self._root}/{order.folder}", _native.Transfer()
+        path, transfer = place_below(self._root, order.folder), _native.Transfer()
 
         def write() -> SaveStats:
             started = time.monotonic()
@@ -332,11 +328,7 @@ class CheckpointManager:
         Raises:
             StrataError: Why one failed, the first that did and of which nobody has asked.
         """
-        handles, self._handles = self._handles, []
-        unseen = [handle for handle in handles if not handle.is_seen]
-        failures = [failure for handle in unseen if (failure := handle.exception()) is not None]
-        if failures and self._on_failure == "raise":
-            raise failures[0]
+        self._unseen.wait()
 
     def rollback(self, step: int) -> list[str]:
         """Take the run back to `step`: later checkpoints are passed over, and go when the policy is applied next.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import click
 
@@ -162,23 +163,18 @@ def export_command(
     safetensors: tensors as Hugging Face lays them out, in the folder DESTINATION. torch: one file that
     torch.load(weights_only=True) reads. dcp: a checkpoint that stands alone, for stock torch too.
     """
-    common = {"config": config_of(options), "to_options": _to(to_options), "rank": rank}
+    common: dict[str, Any] = {"config": config_of(options), "to_options": _to(to_options), "rank": rank}
     report: CopyReport | ExportReport
     with bar("export", None) as progress:
         if form == "dcp":
             if key is not None:
                 raise click.UsageError("--key: not with --to dcp")
-            report = copy_checkpoint(source, destination, for_stock=True, progress=progress, **common)  # type: ignore[arg-type]
+            report = copy_checkpoint(source, destination, for_stock=True, progress=progress, **common)
         elif form == "torch":
-            report = export_torch(source, destination, key=key, progress=progress, **common)  # type: ignore[arg-type]
+            report = export_torch(source, destination, key=key, progress=progress, **common)
         else:
             report = export_safetensors(
-                source,
-                destination,
-                key=key,
-                max_shard_bytes=max_shard_size,
-                progress=progress,
-                **common,  # type: ignore[arg-type]
+                source, destination, key=key, max_shard_bytes=max_shard_size, progress=progress, **common
             )
     if wants_json:
         click.echo(as_json(asdict(report)))

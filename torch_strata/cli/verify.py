@@ -78,7 +78,7 @@ def _verify_run(
 
 
 def _verify_one(
-    place: str, one: ListedCheckpoint, config: StorageConfig, progress: Callable[[int], None]
+    place: str, one: ListedCheckpoint, config: StorageConfig, progress: Callable[[int], object]
 ) -> tuple[dict[str, Any], int]:
     try:
         report = verify(place, config=config, progress=progress)
