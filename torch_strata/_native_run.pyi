@@ -89,9 +89,6 @@ class Run:
             CheckpointNotFoundError: If no bytes are saved there.
             CorruptionError: If they are damaged.
         """
-    def begin(self, folder: str) -> None:
-        """Say that a save to `folder` is going on, until `end`: no retention touches it."""
-    def end(self, folder: str) -> None: ...
     def plan(self) -> tuple[list[tuple[str, bool, str]], list[str]]:
         """What `retain` would do: `(folder, keeps, because)` ascending by step, and notes."""
     def retain(self) -> tuple[list[str], int, int, int, list[str]]:

@@ -1,6 +1,7 @@
 """SIGKILL at random moments of a process that saves without a pause: nothing that was told is lost, nothing is left."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import random
@@ -160,6 +161,26 @@ def check_bucket(bucket: Bucket, kills: int, seed: int) -> None:
     sweep(root, config, kills, seed)
     assert_nothing_left(root, config, lambda: [key.removeprefix("run/") for key in bucket.sizes()])
     assert bucket.open_uploads() == []
+
+
+def test_uploads_that_nobody_wrote_down_are_ended_and_no_others(bucket: Bucket) -> None:
+    # moto gives every upload an age of years.
+    root, config = bucket.url("run"), replace(SMALL_PARTS, storage_options=options(bucket.endpoint))
+    CheckpointManager(root, config=config).save(state_of(1), step=1).result(timedelta(seconds=60))
+
+    def begin(key: str) -> str:
+        return str(bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key)["UploadId"])
+
+    data = f"__0_0.{'a' * 32}.distcp"
+    others = [f"run/deeper/step-7/{data}", f"runs/step-7/{data}", "run/step-7/data.bin", f"run/step-8/{data}"]
+    begin(f"run/step-7/{data}")
+    ids = [begin(key) for key in others]
+    record = {"name": data, "upload_id": ids[-1], "began_at_unix_s": int(time.time())}
+    bucket.put("run/step-8/.strata/uploads/1.json", json.dumps(record).encode())
+    run = open_run(root, config, policy=KeepLast(2), orphan_age=timedelta(days=1))
+    run.generation()
+    run.retain()
+    assert sorted(bucket.open_uploads()) == sorted(others)
 
 
 @pytest.mark.timeout(240)

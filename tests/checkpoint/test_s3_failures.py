@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from tests.checkpoint.s3_states import RUN, SMALL_PARTS, Forward, leftovers, loaded_step, state
 from tests.checkpoint.states import failure_of, save
-from tests.support.s3 import SECRET, Answer, Request, environment, gateway, options, refusal
+from tests.support.s3 import SECRET, Answer, Bucket, Request, environment, gateway, options, refusal
 from torch_strata import (
     CheckpointNotFoundError,
     ConfigError,
@@ -267,15 +267,27 @@ def save_slowly(endpoint: str, url: str) -> None:
     save(state(2), url, config=SMALL_PARTS)
 
 
-def test_a_save_that_is_killed_in_mid_upload_is_cleaned_up_by_the_next(bucket):
+def begins_upload(request: Request) -> bool:
+    return request.method == "POST" and "uploads" in request.target
+
+
+@pytest.mark.parametrize(
+    ("stalls", "num_records"),
+    [(begins_upload, 0), (lambda request: request.is_part(2), 1)],
+    ids=["before it knows its upload", "in mid upload"],
+)
+def test_a_save_that_is_killed_is_cleaned_up_by_the_next(
+    bucket: Bucket, stalls: Callable[[Request], bool], num_records: int
+) -> None:
     save(state(1), bucket.url(RUN), config=SMALL_PARTS)
     arrived, go_on = threading.Event(), threading.Event()
 
     def holding(request: Request, forward: Forward) -> Answer:
-        if request.is_part(2):
+        answer = forward()
+        if stalls(request):
             arrived.set()
             go_on.wait(60)
-        return forward()
+        return answer
 
     with gateway(bucket.endpoint, holding) as endpoint:
         process = multiprocessing.get_context("forkserver").Process(
@@ -290,7 +302,7 @@ def test_a_save_that_is_killed_in_mid_upload_is_cleaned_up_by_the_next(bucket):
             process.join()
             go_on.set()
     assert loaded_step(bucket.url(RUN)) == 1 and verify(bucket.url(RUN)).is_sound
-    assert len(bucket.open_uploads()) == 1 and len(leftovers(bucket)) == 2  # the upload and its record
+    assert len(bucket.open_uploads()) == 1 and len(leftovers(bucket)) == 1 + num_records
     save(state(3), bucket.url(RUN), config=SMALL_PARTS)
     assert loaded_step(bucket.url(RUN)) == 3
     assert leftovers(bucket) == [] and len(bucket.sizes()) == 3

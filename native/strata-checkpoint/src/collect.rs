@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use strata_io::{ObjectInfo, PendingUpload, Store, discard_upload};
+use strata_io::{ObjectInfo, OpenUpload, PendingUpload, Store, discard_upload};
 
 use crate::item::Object;
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode};
@@ -22,6 +22,8 @@ pub(crate) const FOLDERS: [&str; 3] = ["", FOLDER, RANKS_FOLDER];
 pub(crate) struct Before {
     pub listed: Vec<ObjectInfo>,
     pub uploads: Vec<PendingUpload>,
+    /// As the store lists them: those without a record too.
+    pub open_uploads: Vec<OpenUpload>,
 }
 
 /// Removes what was there `before` the commit of `manifest` and nobody needs any more.
@@ -34,6 +36,9 @@ pub(crate) async fn collect(
     before: &Before,
 ) -> Result<u64> {
     // Saves that were killed left these; those that still run began before this commit and cannot commit any more.
+    for upload in before.open_uploads.iter().filter(|upload| is_own_data(manifest, &upload.name)) {
+        store.abort_upload(&upload.name, &upload.upload_id).await?;
+    }
     for upload in before.uploads.iter().filter(|upload| is_own_data(manifest, &upload.name)) {
         discard_upload(store, upload).await?;
     }

@@ -273,7 +273,12 @@ async fn look_around(store: &dyn Store) -> Result<Before> {
     for folder in FOLDERS {
         listed.extend(or_empty(store.list(folder).await)?);
     }
-    Ok(Before { listed, uploads: or_empty(pending_uploads(store).await)? })
+    let uploads = or_empty(pending_uploads(store).await)?;
+    let open_uploads = store.open_uploads().await.unwrap_or_else(|error| {
+        tracing::warn!(%error, "uploads that dead processes have begun are not looked for");
+        Vec::new()
+    });
+    Ok(Before { listed, uploads, open_uploads })
 }
 
 /// Number of a manifest that took the place of `manifest`, if there is one.

@@ -22,4 +22,4 @@ pub mod testing;
 pub use error::{Error, Result};
 pub use open::{IoConfig, SCHEMES, open};
 pub use remote::{PendingUpload, UPLOADS_FOLDER, discard_upload, pending_uploads};
-pub use store::{Counters, ObjectInfo, ObjectWriter, Part, PutMode, Store, is_plain};
+pub use store::{Counters, ObjectInfo, ObjectWriter, OpenUpload, Part, PutMode, Store, is_plain};

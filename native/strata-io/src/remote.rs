@@ -46,7 +46,7 @@ use crate::lent::LentMut;
 use crate::pace::Siblings;
 use crate::retry::{Failure, Policy, Retry};
 use crate::schedule::PartLimits;
-use crate::store::check_plain;
+use crate::store::{OpenUpload, check_plain};
 use crate::{Counters, Error, IoConfig, ObjectInfo, ObjectWriter, PutMode, Result, Store};
 
 /// What a kind of store can do.
@@ -224,6 +224,10 @@ impl Store for RemoteStore {
 
     async fn abort_upload(&self, name: &str, upload_id: &str) -> Result<()> {
         self.remote.abort_upload(name, upload_id).await
+    }
+
+    async fn open_uploads(&self) -> Result<Vec<OpenUpload>> {
+        self.remote.open_uploads().await
     }
 
     fn counters(&self) -> Counters {

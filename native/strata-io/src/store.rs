@@ -3,6 +3,7 @@
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -29,6 +30,17 @@ pub struct ObjectInfo {
     pub size: u64,
     /// When it was last written, by the store's clock, in seconds since 1970.
     pub modified_at: u64,
+}
+
+/// An upload in parts that has begun and not ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OpenUpload {
+    /// Name of the object that was to be written.
+    pub name: String,
+    /// The store's id of the upload.
+    pub upload_id: String,
+    /// When it began, by the store's clock.
+    pub began_at: SystemTime,
 }
 
 /// What has happened so far to the requests of a store, of its siblings and of their writers.
@@ -174,6 +186,12 @@ pub trait Store: Debug + Send + Sync {
     /// [`crate::pending_uploads`]. Stores without such uploads, and uploads that are gone, are no error.
     async fn abort_upload(&self, _name: &str, _upload_id: &str) -> Result<()> {
         Ok(())
+    }
+
+    /// Uploads below the root that have begun and not ended, as the store lists them, whoever began them; none where it
+    /// cannot be asked.
+    async fn open_uploads(&self) -> Result<Vec<OpenUpload>> {
+        Ok(Vec::new())
     }
 
     /// Counters since this store was opened; all zero where nothing is ever tried twice.

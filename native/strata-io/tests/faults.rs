@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use strata_io::digest::{self, DigestKind};
 use strata_io::lent::LentMut;
 use strata_io::testing::bench_server::BenchServer;
-use strata_io::{Error, PutMode, Store, pending_uploads};
+use strata_io::{Error, OpenUpload, PutMode, Store, pending_uploads};
 use support::proxy::{Action, Proxy, Rule, answer, error, header};
 use support::{config, pattern, write_object};
 
@@ -286,6 +286,29 @@ async fn an_upload_that_nobody_could_abort_is_found_and_ended_later() {
     strata_io::discard_upload(&*place.direct, &pending[0]).await.unwrap();
     assert_eq!(place.server.pending_uploads(), Vec::<String>::new());
     assert_eq!(pending_uploads(&*place.direct).await.unwrap(), []);
+}
+
+#[tokio::test]
+async fn uploads_are_listed_whoever_began_them() {
+    let (endpoint, bucket) = support::servers::moto_bucket().await;
+    let store = support::s3(endpoint, &bucket, &config());
+    let child = store.child("odd & <name>").unwrap();
+    let writer = child.create("large", 11 << 20).await.unwrap();
+    let names = |open: Vec<OpenUpload>| open.into_iter().map(|upload| upload.name).collect::<Vec<_>>();
+    assert_eq!(names(store.open_uploads().await.unwrap()), ["odd & <name>/large"]);
+    assert_eq!(names(store.child("odd").unwrap().open_uploads().await.unwrap()), [""; 0]);
+    let open = child.open_uploads().await.unwrap();
+    store.abort_upload("odd & <name>/large", &open[0].upload_id).await.unwrap();
+    assert_eq!((open.len(), child.open_uploads().await.unwrap()), (1, vec![]));
+    writer.abort().await;
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_list_uploads_has_none_to_show() {
+    for refused in [error(501, "", "NotImplemented"), error(403, "", "AccessDenied")] {
+        let place = place(vec![rule("GET", "uploads=&prefix", 0, Action::Answer(refused))]);
+        assert_eq!(place.store.open_uploads().await.unwrap(), []);
+    }
 }
 
 #[tokio::test]

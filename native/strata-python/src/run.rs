@@ -194,16 +194,6 @@ impl Run {
         Ok(PyBytes::new(py, &bytes))
     }
 
-    fn begin(&self, folder: &str) -> PyResult<()> {
-        self.open()?.begin(folder);
-        Ok(())
-    }
-
-    fn end(&self, folder: &str) -> PyResult<()> {
-        self.open()?.end(folder);
-        Ok(())
-    }
-
     fn plan(&self, py: Python<'_>) -> PyResult<RawPlan> {
         let run = self.open()?;
         let plan = wait(py, async move { run.plan().await })?;

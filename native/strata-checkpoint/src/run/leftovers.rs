@@ -2,7 +2,7 @@
 //! their removal.
 
 use std::collections::HashSet;
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::{ObjectInfo, Store, UPLOADS_FOLDER, discard_upload, pending_uploads};
@@ -28,6 +28,12 @@ pub(super) struct Clock {
     /// Seconds since 1970.
     pub now: u64,
     pub orphan_age: Duration,
+}
+
+impl Clock {
+    fn is_old(&self, at: u64) -> bool {
+        self.now.saturating_sub(at) >= self.orphan_age.as_secs()
+    }
 }
 
 /// What nobody needs of the folder `listed`, of which `needed` are in use, in the order in which it is to go. Pure.
@@ -81,7 +87,7 @@ impl Folder<'_> {
     /// When `object` goes, if nobody refers to it; None if it stays.
     fn turn(&self, object: &ObjectInfo) -> Option<Turn> {
         let name = &*object.name;
-        let is_old = self.clock.now.saturating_sub(object.modified_at) >= self.clock.orphan_age.as_secs();
+        let is_old = self.clock.is_old(object.modified_at);
         let is_uncommitted = matches!(self.listed.state, State::Uncommitted);
         let (turn, goes) = match name.strip_prefix(FOLDER) {
             None if self.is_retired(name) => (Turn::Data, true),
@@ -158,6 +164,23 @@ pub(super) async fn remove_left(
             store.sweep(folder).await?;
         }
         store.remove_empty().await;
+    }
+    Ok(())
+}
+
+/// Ends uploads of data that are too old to be of a save in flight and of which no record tells: whoever began them died
+/// with the store's answer.
+pub(super) async fn end_unrecorded(run_root: &dyn Store, clock: &Clock) -> Result<()> {
+    for upload in run_root.open_uploads().await? {
+        let began_at = upload.began_at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let Some((folder, name)) = upload.name.split_once('/') else { continue };
+        if !is_our_data_object(name) || !clock.is_old(began_at) {
+            continue;
+        }
+        let recorded = or_empty(pending_uploads(&*run_root.child(folder)?).await)?;
+        if recorded.iter().all(|recorded| recorded.upload_id != upload.upload_id) {
+            run_root.abort_upload(&upload.name, &upload.upload_id).await?;
+        }
     }
     Ok(())
 }

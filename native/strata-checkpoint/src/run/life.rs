@@ -1,6 +1,5 @@
 //! One run's checkpoints over its whole life: which there are, which may be saved next, which go. No task, no queue.
 
-use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -37,7 +36,6 @@ pub struct Run {
     generation: OnceCell<u64>,
     policy: Policy,
     orphan_age: Duration,
-    in_flight: Mutex<HashSet<String>>,
     known: Mutex<Known>,
 }
 
@@ -53,16 +51,7 @@ pub struct NewCheckpoint {
 impl Run {
     /// The run below `root`; looks at nothing yet. `owner`: a nonce of this process.
     pub fn new(root: Arc<dyn Store>, budget: ByteBudget, owner: String, policy: Policy, orphan_age: Duration) -> Self {
-        Self {
-            root,
-            budget,
-            owner,
-            policy,
-            orphan_age,
-            generation: OnceCell::new(),
-            in_flight: Mutex::default(),
-            known: Mutex::default(),
-        }
+        Self { root, budget, owner, policy, orphan_age, generation: OnceCell::new(), known: Mutex::default() }
     }
 
     /// The root's store.
@@ -185,16 +174,6 @@ impl Run {
         Ok(blobs.remove(0))
     }
 
-    /// Says that a save to the folder `name` is going on, until [`Run::end`]: no sweep touches it.
-    pub fn begin(&self, name: &str) {
-        self.in_flight.lock().expect("no panic while held").insert(name.to_owned());
-    }
-
-    /// Says that it is not any more.
-    pub fn end(&self, name: &str) {
-        self.in_flight.lock().expect("no panic while held").remove(name);
-    }
-
     /// What is committed in the folder `name`.
     ///
     /// # Errors
@@ -230,7 +209,6 @@ impl Run {
             policy: self.policy.clone(),
             orphan_age: self.orphan_age,
             now: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
-            in_flight: self.in_flight.lock().expect("no panic while held").clone(),
         }
     }
 

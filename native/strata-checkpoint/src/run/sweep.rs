@@ -12,7 +12,7 @@ use bytes::Bytes;
 use strata_io::{ObjectInfo, PutMode, Store};
 
 use super::catalog::{Listed, PIN, State, catalog_again, known};
-use super::leftovers::{Clock, left_over, remove_left};
+use super::leftovers::{Clock, end_unrecorded, left_over, remove_left};
 use super::retention::{Decision, Facts, Policy, decide};
 use crate::base::newest_generation;
 use crate::collect::leased;
@@ -29,8 +29,6 @@ pub struct Rules {
     pub orphan_age: Duration,
     /// Seconds since 1970.
     pub now: u64,
-    /// Folders of saves in flight.
-    pub in_flight: HashSet<String>,
 }
 
 /// What is to become of a run's folders.
@@ -146,7 +144,7 @@ async fn remove_leftovers(
 ) -> Result<Swept> {
     let needed = needed(listed);
     let clock = Clock { now: rules.now, orphan_age: rules.orphan_age };
-    for listed in listed.iter().filter(|listed| !rules.in_flight.contains(&listed.folder)) {
+    for listed in listed {
         let left = left_over(listed, needed.get(&*listed.folder), &clock);
         let is_empty = matches!(listed.state, State::Uncommitted) && left.len() == listed.objects.len();
         if !left.is_empty() || is_empty {
@@ -154,6 +152,7 @@ async fn remove_leftovers(
             remove_left(&*run_root.child(&listed.folder)?, &left, is_empty, |object| swept.count(object)).await?;
         }
     }
+    end_unrecorded(&**run_root, &clock).await?;
     Ok(swept)
 }
 

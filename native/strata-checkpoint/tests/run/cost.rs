@@ -11,7 +11,7 @@ use strata_io::Store;
 use strata_io::schedule::ByteBudget;
 use strata_io::testing::{CountingStore, Counts};
 
-use super::{Duration, HashSet, Life, NOW, NonZeroU64, Tensor, item, memory, promises, stock};
+use super::{Duration, Life, NOW, NonZeroU64, Tensor, item, memory, promises, stock};
 
 const CHECKPOINTS: u64 = 200;
 const RANKS: u32 = 10;
@@ -76,7 +76,7 @@ async fn a_save_and_its_retention_do_not_ask_for_each_folder_again_and_again() {
     assert!(saved < 80 && retained < 60, "a save {saved}, retention {retained}: {:?}", counting.hook().all());
     // Nothing of what was learned is taken on trust.
     let listed = catalog(&root).await.expect("listed");
-    let rules = Rules { policy: Policy::All, orphan_age: Duration::ZERO, now: NOW, in_flight: HashSet::new() };
+    let rules = Rules { policy: Policy::All, orphan_age: Duration::ZERO, now: NOW };
     let generation = life.generation().await.expect("held");
     let swept = sweep(&root, &listed, &plan_sweep(&listed, &rules), &rules, generation).await.expect("swept");
     assert_eq!(swept.num_objects, 0);

@@ -7,7 +7,7 @@ mod model;
 mod process;
 mod schedules;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock};
@@ -161,7 +161,6 @@ impl Run {
             policy: Policy::Last(NonZeroU64::new(keep).expect("not 0")),
             orphan_age: Duration::from_secs(3600),
             now: NOW,
-            in_flight: HashSet::new(),
         };
         let listed = catalog(&self.root).await?;
         sweep(&self.root, &listed, &plan_sweep(&listed, &rules), &rules, self.generation).await
@@ -279,13 +278,12 @@ async fn a_save_in_flight_is_left_alone_and_what_is_left_of_an_old_one_is_not() 
         .await
         .expect("written");
     let listed = catalog(&run.root).await.expect("listed");
-    let rules = |age: u64, flying: &[&str]| Rules {
+    let rules = |age: u64| Rules {
         policy: Policy::All,
         orphan_age: Duration::from_secs(age),
         now: std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_secs() + 10,
-        in_flight: flying.iter().map(|folder| (*folder).to_owned()).collect(),
     };
-    for (rules, expected) in [(rules(3600, &[]), 0), (rules(0, &["step-2"]), 0), (rules(5, &[]), 1)] {
+    for (rules, expected) in [(rules(3600), 0), (rules(5), 1)] {
         let swept =
             sweep(&run.root, &listed, &plan_sweep(&listed, &rules), &rules, run.generation).await.expect("swept");
         assert_eq!(swept.num_objects, expected);
@@ -302,7 +300,7 @@ async fn a_clock_that_was_set_back_makes_nothing_old_and_the_order_is_that_of_th
     let orphan = write_items(&*store, &budget, vec![item(&("a", 3))], 0, &"e".repeat(32), None, &Arc::default()).await;
     orphan.expect("written");
     // 1970: all that is there comes from the future.
-    let rules = |policy| Rules { policy, orphan_age: Duration::from_secs(60), now: 10, in_flight: HashSet::new() };
+    let rules = |policy| Rules { policy, orphan_age: Duration::from_secs(60), now: 10 };
     let last = Policy::Last(NonZeroU64::MIN);
     let young = Policy::Younger(Duration::from_secs(60));
     for (policy, removed) in [(young, vec![]), (last, vec!["step-1"])] {

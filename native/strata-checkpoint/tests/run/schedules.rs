@@ -3,7 +3,7 @@
 //!
 //! A seed that failed is run alone, or some are, with `STRATA_SEEDS=<seed>..<end> cargo test --test run schedules`.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -266,8 +266,7 @@ impl Schedule {
         last.retain().await;
         // What is superseded goes before what only that referred to.
         loop {
-            let rules =
-                Rules { policy: last.policy.clone(), orphan_age: Duration::ZERO, now: FAR, in_flight: HashSet::new() };
+            let rules = Rules { policy: last.policy.clone(), orphan_age: Duration::ZERO, now: FAR };
             let listed = catalog(&self.root).await.expect("listed");
             let plan = plan_sweep(&listed, &rules);
             let swept = sweep(&self.root, &listed, &plan, &rules, generation).await.expect("swept");

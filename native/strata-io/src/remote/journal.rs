@@ -3,9 +3,9 @@
 //! A store keeps, and charges for, the parts of an upload that nobody completes or aborts, and does not list
 //! them among the objects. So before its first part each upload puts a small record below
 //! [`UPLOADS_FOLDER`], and removes it when it has ended. Whoever collects garbage reads the records. An
-//! upload whose id was lost on its way here is looked for when its object ends ([`super::unknown`]). What stays is
-//! one whose process died before it had the id, or whose store cannot list uploads: a bucket's lifecycle rule for
-//! incomplete uploads is for those.
+//! upload whose id was lost on its way here is looked for when its object ends ([`super::unknown`]), and one whose
+//! process died before the record was there, among those that the store lists ([`Store::open_uploads`]). What stays is
+//! such a one at a store that cannot list uploads: a bucket's lifecycle rule for incomplete uploads is for those.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

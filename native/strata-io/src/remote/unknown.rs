@@ -1,15 +1,16 @@
-//! Uploads that a store has begun for us and whose ids nobody knows, because the answer was lost on its way.
+//! Uploads that a store has begun and whose ids nobody has written down: the answer was lost on its way, or its receiver
+//! died with it.
 //!
 //! The store keeps their parts, and charges for them, until somebody aborts them. Only an object's own key leads to
 //! them: names are new, so whatever upload the store knows under the key of ours is ours. The request is not among those
 //! of the `object_store` crate.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use chrono::DateTime;
 use http_body_util::BodyExt;
 use object_store::client::{HttpClient, HttpRequest, HttpRequestBody};
-use object_store::path::Path;
 use tokio::runtime::Handle;
 
 use super::answer::Doing;
@@ -18,6 +19,7 @@ use super::seen::element;
 use super::{CLEAN_UP, Headers, Remote, names};
 use crate::error::chain;
 use crate::retry::{Cause, Failure, Policy, Retry};
+use crate::store::OpenUpload;
 use crate::{Error, Result};
 
 /// Time for a request that nobody waits for any more to arrive.
@@ -34,10 +36,36 @@ pub(crate) struct Listing {
     pub(crate) signer: Option<Signer>,
 }
 
+/// One page of uploads, and where the next one begins if there is one.
+#[derive(Debug, Default, PartialEq)]
+struct Page {
+    uploads: Vec<Begun>,
+    next: Option<String>,
+}
+
+#[derive(Debug, PartialEq)]
+struct Begun {
+    key: String,
+    id: String,
+    at: SystemTime,
+}
+
 impl Listing {
-    /// Ids of the uploads of `key`: not more than the first 1,000.
-    async fn ids(&self, key: &Path) -> object_store::Result<Vec<String>> {
-        let uri = format!("{}?uploads=&prefix={}", self.url, encoded(key.as_ref()));
+    /// Uploads whose keys begin with `prefix`.
+    async fn begun(&self, prefix: &str) -> object_store::Result<Vec<Begun>> {
+        let first = format!("{}?uploads=&prefix={}", self.url, encoded(prefix));
+        let (mut begun, mut after) = (Vec::new(), String::new());
+        loop {
+            let page = self.page(&format!("{first}{after}")).await?;
+            begun.extend(page.uploads);
+            match page.next.map(|next| format!("&{next}")) {
+                Some(next) if next != after => after = next,
+                _ => return Ok(begun),
+            }
+        }
+    }
+
+    async fn page(&self, uri: &str) -> object_store::Result<Page> {
         let mut request = HttpRequest::new(HttpRequestBody::empty());
         *request.uri_mut() = uri.parse().map_err(failed)?;
         if let Some(signer) = &self.signer {
@@ -49,7 +77,7 @@ impl Listing {
         if !status.is_success() {
             return Err(failed(format!("HTTP status {status}")));
         }
-        Ok(listed(&String::from_utf8_lossy(&body), key.as_ref()))
+        Ok(page(&String::from_utf8_lossy(&body)))
     }
 }
 
@@ -57,11 +85,22 @@ fn failed(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> object_
     object_store::Error::Generic { store: "S3", source: error.into() }
 }
 
-/// Ids of the uploads of exactly this key.
-fn listed(xml: &str, key: &str) -> Vec<String> {
-    let uploads = xml.split("<Upload>").skip(1);
-    let own = uploads.filter(|upload| element(upload, "Key").is_some_and(|found| unescaped(&found) == key));
-    own.filter_map(|upload| element(upload, "UploadId")).map(|id| unescaped(&id)).collect()
+fn page(xml: &str) -> Page {
+    let text = |xml: &str, name: &str| element(xml, name).map(|text| unescaped(&text));
+    let begun = |upload: &str| {
+        // Without its time it is as young as can be, and nobody's to end.
+        let at = text(upload, "Initiated").and_then(|at| Some(DateTime::parse_from_rfc3339(&at).ok()?.into()));
+        let at = at.unwrap_or_else(SystemTime::now);
+        Some(Begun { key: text(upload, "Key")?, id: text(upload, "UploadId")?, at })
+    };
+    let marker = |name: &str, from: &str| text(xml, from).map(|at| format!("{name}={}", encoded(&at)));
+    let next = || {
+        let key = marker("key-marker", "NextKeyMarker")?;
+        let id = marker("upload-id-marker", "NextUploadIdMarker");
+        Some([Some(key), id].into_iter().flatten().collect::<Vec<_>>().join("&"))
+    };
+    let is_cut = element(xml, "IsTruncated").is_some_and(|cut| cut == "true");
+    Page { uploads: xml.split("<Upload>").skip(1).filter_map(begun).collect(), next: is_cut.then(next).flatten() }
 }
 
 fn encoded(text: &str) -> String {
@@ -163,16 +202,38 @@ impl Remote {
 
     async fn unknown(&self, listing: &Listing, name: &str, object: &str) -> Result<Vec<String>> {
         let key = names::key(&self.root, name)?;
-        let doing = Doing { operation: "list uploads of", object };
         // An error may be waiting for this.
-        let policy = Policy { max_tries: self.config.max_tries, deadline: self.config.deadline.min(CLEAN_UP) };
+        let deadline = self.config.deadline.min(CLEAN_UP);
+        let begun = self.begun(listing, key.as_ref(), object, deadline).await?;
+        Ok(begun.into_iter().filter(|upload| upload.key == key.as_ref()).map(|upload| upload.id).collect())
+    }
+
+    async fn begun(&self, listing: &Listing, prefix: &str, object: &str, deadline: Duration) -> Result<Vec<Begun>> {
+        let doing = Doing { operation: "list uploads of", object };
+        let policy = Policy { max_tries: self.config.max_tries, deadline };
         let mut retry = Retry::start(policy, &self.lanes, doing.operation, doing.object);
         loop {
-            match retry.attempt(self.request(doing, Headers::new(), listing.ids(&key))).await {
-                Ok(ids) => return Ok(ids),
+            match retry.attempt(self.request(doing, Headers::new(), listing.begun(prefix))).await {
+                Ok(begun) => return Ok(begun),
                 Err(failure) => retry.pause(failure).await?,
             }
         }
+    }
+
+    /// See [`crate::Store::open_uploads`].
+    pub(super) async fn open_uploads(&self) -> Result<Vec<OpenUpload>> {
+        let Some(listing) = &self.bucket.uploads else { return Ok(Vec::new()) };
+        let folder = names::folder_key(&self.root, "")?;
+        let prefix = if folder.as_ref().is_empty() { String::new() } else { format!("{folder}/") };
+        let begun = match self.begun(listing, &prefix, &self.url, self.config.deadline).await {
+            Err(Error::PermissionDenied { .. } | Error::Io { errno: Some(libc::ENOSYS), .. }) => return Ok(Vec::new()),
+            begun => begun?,
+        };
+        let open = |upload: Begun| {
+            let name = upload.key.strip_prefix(&prefix)?.to_owned();
+            Some(OpenUpload { name, upload_id: upload.id, began_at: upload.at })
+        };
+        Ok(begun.into_iter().filter_map(open).collect())
     }
 }
 
@@ -181,12 +242,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_uploads_of_the_very_key_are_taken() {
-        let upload = |key: &str, id: &str| format!("<Upload><Key>{key}</Key><UploadId>{id}</UploadId></Upload>");
-        let all = [upload("a&amp;b", "1"), upload("a&amp;bc", "2"), upload("a&amp;b", "3")].concat();
-        let xml = format!("<ListMultipartUploadsResult><Prefix>a&amp;b</Prefix>{all}</ListMultipartUploadsResult>");
-        assert_eq!(listed(&xml, "a&b"), ["1", "3"]);
-        assert_eq!(listed("<ListMultipartUploadsResult/>", "a"), [""; 0]);
+    fn a_page_tells_each_upload_and_where_the_next_page_begins() {
+        let upload = |key: &str, id: &str, at: &str| {
+            format!("<Upload><Key>{key}</Key><UploadId>{id}</UploadId><Initiated>{at}</Initiated></Upload>")
+        };
+        let all =
+            upload("a&amp;b", "1", "1970-01-01T00:00:07.000Z") + &upload("a&amp;bc", "2", "1970-01-01T01:00:00+01:00");
+        let next = "<NextKeyMarker>a&amp;bc</NextKeyMarker><NextUploadIdMarker>2</NextUploadIdMarker>";
+        let xml = |cut: bool| {
+            let head = format!("<Prefix>a&amp;b</Prefix>{next}<IsTruncated>{cut}</IsTruncated>");
+            format!("<ListMultipartUploadsResult>{head}{all}</ListMultipartUploadsResult>")
+        };
+        let begun = |key: &str, id: &str, seconds: u64| Begun {
+            key: key.to_owned(),
+            id: id.to_owned(),
+            at: SystemTime::UNIX_EPOCH + Duration::from_secs(seconds),
+        };
+        let uploads = || vec![begun("a&b", "1", 7), begun("a&bc", "2", 0)];
+        assert_eq!(page(&xml(false)), Page { uploads: uploads(), next: None });
+        let next = Some("key-marker=a%26bc&upload-id-marker=2".to_owned());
+        assert_eq!(page(&xml(true)), Page { uploads: uploads(), next });
+        assert_eq!(page("<ListMultipartUploadsResult/>"), Page::default());
     }
 
     #[test]

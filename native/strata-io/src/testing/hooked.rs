@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use crate::lent::LentMut;
-use crate::{Counters, ObjectInfo, ObjectWriter, Part, PutMode, Result, Store};
+use crate::{Counters, ObjectInfo, ObjectWriter, OpenUpload, Part, PutMode, Result, Store};
 
 /// What kind of request; each method of [`Store`] and [`ObjectWriter`] is one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -29,7 +29,7 @@ pub enum Kind {
     Read,
     /// [`Store::size`].
     Size,
-    /// [`Store::list`], [`Store::list_folders`] and [`Store::list_below`].
+    /// [`Store::list`], [`Store::list_folders`], [`Store::list_below`] and [`Store::open_uploads`].
     List,
     /// [`Store::delete`].
     Delete,
@@ -192,6 +192,10 @@ impl<H: Hook> Store for Hooked<H> {
 
     async fn abort_upload(&self, name: &str, upload_id: &str) -> Result<()> {
         self.around(Kind::Abort, name, 0, self.inner.abort_upload(name, upload_id)).await
+    }
+
+    async fn open_uploads(&self) -> Result<Vec<OpenUpload>> {
+        self.around(Kind::List, "", 0, self.inner.open_uploads()).await
     }
 
     // None is a request of its own: they ask nothing of stores that are reached by requests.

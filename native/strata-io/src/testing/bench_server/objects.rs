@@ -234,7 +234,8 @@ impl Objects {
         let (bucket, mut entries) = (format!("{bucket}/"), String::new());
         for (id, upload) in &*self.uploads.lock().expect("no panic while held") {
             let Some(key) = upload.path.strip_prefix(&bucket).filter(|key| key.starts_with(prefix)) else { continue };
-            entries += &format!("<Upload><Key>{}</Key><UploadId>{id}</UploadId></Upload>", escaped(key));
+            let named = format!("<Key>{}</Key><UploadId>{id}</UploadId>", escaped(key));
+            entries += &format!("<Upload>{named}<Initiated>2026-01-01T00:00:00.000Z</Initiated></Upload>");
         }
         Reply::xml(200, format!("<ListMultipartUploadsResult>{entries}</ListMultipartUploadsResult>"))
     }
