@@ -8,7 +8,7 @@ from torch_strata import _native
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError
 
-__all__ = ["check_flag", "is_below", "is_place", "open_store", "place_below", "resolve_config"]
+__all__ = ["check_flag", "is_below", "is_place", "open_store", "place_below", "resolve_config", "resolve_configs"]
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -34,6 +34,31 @@ def resolve_config(config: StorageConfig | None, storage_options: Mapping[str, s
     except TypeError as error:
         kind = type(storage_options).__name__
         raise ConfigError(f"storage_options: expected a mapping of str to str, found a {kind}") from error
+
+
+def resolve_configs(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    config: StorageConfig | None,
+    storage_options: Mapping[str, str] | None,
+    to_options: Mapping[str, str] | None = None,
+) -> tuple[StorageConfig, StorageConfig]:
+    """The settings to use for two places: as `resolve_config`, but that `to_options` are the second's own if given.
+
+    Local places have no options.
+
+    Raises:
+        ConfigError: If a setting is of the wrong type.
+    """
+    settings = resolve_config(config, storage_options)
+    own = settings if to_options is None else resolve_config(replace(settings, storage_options={}), to_options)
+    return _for(first, settings), _for(second, own)
+
+
+def _for(place: str | os.PathLike[str], settings: StorageConfig) -> StorageConfig:
+    scheme, separator, _ = os.fspath(place).partition("://")
+    is_local = not separator or scheme == "file"
+    return replace(settings, storage_options={}) if is_local else settings
 
 
 def open_store(place: str | os.PathLike[str], config: StorageConfig) -> _native.Store:

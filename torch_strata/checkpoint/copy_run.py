@@ -7,8 +7,7 @@ from torch_strata import _native
 from torch_strata.checkpoint._content import Content, Progress, content_of
 from torch_strata.checkpoint._generation import newest_generation
 from torch_strata.checkpoint._opened import open_checkpoint
-from torch_strata.checkpoint._store import open_store, place_below
-from torch_strata.checkpoint._two_places import TwoPlaces
+from torch_strata.checkpoint._store import open_store, place_below, resolve_configs
 from torch_strata.checkpoint.compare import compare_contents
 from torch_strata.checkpoint.copying import CopyReport, Destination, write_content
 from torch_strata.checkpoint.run import CheckpointType, ListedCheckpoint, listed_in, open_run
@@ -67,33 +66,32 @@ def copy_run(
         StaleGenerationError: If a run claims the destination meanwhile.
         StorageError: If a store fails.
     """
-    both = TwoPlaces.of(source, destination, config, storage_options, to_options)
-    settings, to_settings = both.source, both.destination
-    listed = listed_in(open_run(source, settings))
+    config, to_config = resolve_configs(source, destination, config, storage_options, to_options)
+    listed = listed_in(open_run(source, config))
     passed_over = {one.folder: why for one in listed if (why := _passed_over(one)) is not None}
     wanted = [one for one in listed if one.folder not in passed_over]
     if not wanted:
         raise CheckpointNotFoundError(f"no committed checkpoint below {source}")
-    root = open_store(destination, to_settings)
+    root = open_store(destination, to_config)
     generation = newest_generation(root)
     reports: dict[str, CopyReport] = {}
     found = []
     whole: str | None = None
     for one in wanted:
-        content = _open(place_below(source, one.folder), settings)
+        content = _open(place_below(source, one.folder), config)
         target = place_below(destination, one.folder)
         kind = None if one.metadata is None else one.metadata.checkpoint_type
-        if _is_there(target, to_settings, content):
+        if _is_there(target, to_config, content):
             found.append(one.folder)
         else:
             refers_to = whole if kind is CheckpointType.INCREMENTAL else None
             to = Destination(
                 place=target,
-                config=to_settings,
+                config=to_config,
                 run_info=content.native.run,
                 run_root=root,
                 generation=generation,
-                parent=None if refers_to is None else _open_parent(destination, refers_to, to_settings),
+                parent=None if refers_to is None else _open_parent(destination, refers_to, to_config),
                 as_safetensors=content.native.has_safetensors,
             )
             reports[one.folder] = write_content(content, to, progress)

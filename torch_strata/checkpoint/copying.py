@@ -19,9 +19,8 @@ from torch_strata.checkpoint._paths import encode_fqn
 from torch_strata.checkpoint._planner_data import encode_planner_data
 from torch_strata.checkpoint._safetensors import holds_safetensors, open_safetensors_file
 from torch_strata.checkpoint._stock_pickle import stock_parts
-from torch_strata.checkpoint._store import open_store
+from torch_strata.checkpoint._store import open_store, resolve_configs
 from torch_strata.checkpoint._torch_file import open_torch_file
-from torch_strata.checkpoint._two_places import TwoPlaces
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
@@ -117,11 +116,11 @@ def copy_checkpoint(
         CorruptionError: If what is read is damaged; nothing is committed then.
         StorageError: If a store fails.
     """
-    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
-    opened = open_checkpoint(open_store(source, settings.source), source, rank=rank)
+    config, to_config = resolve_configs(source, destination, config, storage_options, to_options)
+    opened = open_checkpoint(open_store(source, config), source, rank=rank)
     to = Destination(
         place=os.fspath(destination),
-        config=settings.destination,
+        config=to_config,
         overwrite=overwrite,
         run_info=opened.native.run,
         as_safetensors=opened.native.has_safetensors and not for_stock,
@@ -159,9 +158,9 @@ def import_checkpoint(
     Raises:
         As `copy_checkpoint`.
     """
-    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
-    to = Destination(place=os.fspath(destination), config=settings.destination, overwrite=overwrite)
-    return write_content(open_content(source, settings.source), to, progress)
+    config, to_config = resolve_configs(source, destination, config, storage_options, to_options)
+    to = Destination(place=os.fspath(destination), config=to_config, overwrite=overwrite)
+    return write_content(open_content(source, config), to, progress)
 
 
 def open_content(source: str | os.PathLike[str], config: StorageConfig, *, rank: int | None = None) -> Content:

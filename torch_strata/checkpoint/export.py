@@ -17,12 +17,11 @@ from torch_strata.checkpoint._dtypes import PAIRS, dtype_named
 from torch_strata.checkpoint._keys import KEYS_KEY, Keys
 from torch_strata.checkpoint._paths import Path, dotted, nested
 from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors, why_not_safetensors
-from torch_strata.checkpoint._store import open_store
+from torch_strata.checkpoint._store import open_store, resolve_configs
 from torch_strata.checkpoint._stream import ObjectStream
 from torch_strata.checkpoint._torch_file import load_value
 from torch_strata.checkpoint._torch_pickle import Storage, TensorRef, dump
 from torch_strata.checkpoint._torch_zip import TorchZip, archive_bytes
-from torch_strata.checkpoint._two_places import TwoPlaces
 from torch_strata.checkpoint.copying import open_content, split_place
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointExistsError, ObjectNotFoundError, StorageError
@@ -95,10 +94,10 @@ def export_safetensors(
         CorruptionError: If what is read is damaged; what was written is removed.
         StorageError: If a store fails.
     """
-    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
-    content = open_content(source, settings.source, rank=rank)
+    config, to_config = resolve_configs(source, destination, config, storage_options, to_options)
+    content = open_content(source, config, rank=rank)
     content.check_state()
-    store = open_store(destination, settings.destination)
+    store = open_store(destination, to_config)
     _check_free(store, os.fspath(destination))
     chosen = _choose(content, key)
     tensors = [(item.name, content.tensors[item.fqn]) for item in chosen if item.fqn in content.tensors]
@@ -156,11 +155,11 @@ def export_torch(
             nothing is written then.
         CheckpointNotFoundError, CorruptionError, StorageError: As `export_safetensors`.
     """
-    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
-    content = open_content(source, settings.source, rank=rank)
+    config, to_config = resolve_configs(source, destination, config, storage_options, to_options)
+    content = open_content(source, config, rank=rank)
     content.check_state()
     folder, name = split_place(destination)
-    store = open_store(folder, settings.destination)
+    store = open_store(folder, to_config)
     with suppress(ObjectNotFoundError):
         store.size(name)
         raise CheckpointExistsError(f"{os.fspath(destination)} already exists")

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from torch_strata.checkpoint._opened import Opened
-from torch_strata.checkpoint._store import place_below
-from torch_strata.checkpoint._two_places import TwoPlaces
+from torch_strata.checkpoint._store import place_below, resolve_configs
 from torch_strata.checkpoint.copy_run import CopiedRun, copy_run
 from torch_strata.checkpoint.copying import CopyReport, copy_checkpoint, import_checkpoint
 from torch_strata.checkpoint.export import ExportReport, export_safetensors, export_torch
@@ -72,8 +71,8 @@ def copy_command(
     call goes on where the first one ended. The commit comes last: a copy that ends early leaves nothing that opens.
     """
     config, to = config_of(options), _to(to_options)
-    both = TwoPlaces.of(source, destination, config, None, to)
-    found = look(source, rank, both.source)
+    from_config, to_config = resolve_configs(source, destination, config, None, to)
+    found = look(source, rank, from_config)
     copied: CopyReport | CopiedRun
     if isinstance(found, Opened):
         with bar("copy", sum(size for _, size in found.native.objects())) as progress:
@@ -88,7 +87,7 @@ def copy_command(
             copied = copy_run(source, destination, config=config, to_options=to, progress=progress)
         places = [place_below(destination, folder) for folder in copied.copied]
     for place in () if no_verify else places:
-        _verify(place, both.destination)
+        _verify(place, to_config)
     if wants_json:
         click.echo(as_json(asdict(copied)))
     elif isinstance(copied, CopyReport):
