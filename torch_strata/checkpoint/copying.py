@@ -230,23 +230,12 @@ def commit_content(
     if content.planner_data is not None and not content.paths and content.order:
         raise CheckpointError(f"{content.where}: its planner_data is not DCP's own mapping of keys to paths")
     save_id = uuid.uuid4().hex
-    records: list[bytes] = []
-    done = progress or (lambda num_bytes: None)
     stock = None
     if not to.as_safetensors:
         stock = stock_parts(content.planner_data, checkpoint_id=to.place, save_id=save_id)
     try:
-        if to.as_safetensors:
-            write = _native.rewrite_safetensors
-            records.append(write(content.native, store, save_id=save_id, transfer=_native.Transfer()))
-            done(sum(tensor.num_bytes for tensor in content.tensors.values()))
-            entries = _whole_entries(content)
-        else:
-            plan = _Plan(content)
-            for items, num_bytes in plan.batches():
-                records.append(items.write(store, rank=len(records), save_id=save_id, parent=to.parent))
-                done(num_bytes)
-            entries = plan.entries()
+        write = _write_whole if to.as_safetensors else _write_pieces
+        records, entries = write(content, to, store, save_id, progress or (lambda num_bytes: None))
         stats = _native.commit(
             store,
             base,
@@ -266,6 +255,27 @@ def commit_content(
         _discard(store, save_id, base)
         raise
     return save_id, stats
+
+
+def _write_whole(
+    content: Content, to: Destination, store: _native.Store, save_id: str, done: Progress
+) -> "tuple[list[bytes], list[TensorEntry]]":
+    """Write each tensor whole, into files of safetensors; the record, and what the index says of the keys."""
+    record = _native.rewrite_safetensors(content.native, store, save_id=save_id, transfer=_native.Transfer())
+    done(sum(tensor.num_bytes for tensor in content.tensors.values()))
+    return [record], _whole_entries(content)
+
+
+def _write_pieces(
+    content: Content, to: Destination, store: _native.Store, save_id: str, done: Progress
+) -> "tuple[list[bytes], list[TensorEntry]]":
+    """Write each tensor in the pieces in which it is stored; the records, and what the index says of the keys."""
+    plan = _Plan(content)
+    records: list[bytes] = []
+    for items, num_bytes in plan.batches():
+        records.append(items.write(store, rank=len(records), save_id=save_id, parent=to.parent))
+        done(num_bytes)
+    return records, plan.entries()
 
 
 def _whole_entries(content: Content) -> "list[TensorEntry]":

@@ -117,13 +117,14 @@ def _restore_one(
         notes = [fqn for fqn, path in own.items() if path[0] == KEYS_KEY]
         generators = [fqn for fqn, path in own.items() if rng and path[:2] == (RNG_KEY, rank)]
         # A Stateful is given what was loaded when that is complete.
-        wanted = plain(state) if state is not None else {} if is_bytes else _slots(metadata, fqns)
+        wanted = _slots(metadata, fqns) if state is None else plain(state)
         wanted |= _slots(metadata, [*generators, *notes])
+    if is_bytes:
+        with ranks.together():
+            return run.load_bytes(found.step, found.checkpoint_type.value)
     empty = list(empty_containers(wanted))
     try:
         with ranks.together(), quiet_alone(alone):
-            if is_bytes:
-                return run.load_bytes(found.step, found.checkpoint_type.value)
             dcp.load(
                 wanted,
                 storage_reader=reader,
