@@ -152,9 +152,15 @@ pub(crate) async fn sort(items: Vec<SaveItem>, parent: &Arc<Parent>) -> Result<S
         }
     });
     let found: Vec<(SaveItem, Option<usize>)> = stream::iter(looks).buffered(threads).try_collect().await?;
-    let (changed, unchanged): (Vec<_>, Vec<_>) = found.into_iter().partition(|(_, row)| row.is_none());
-    let changed = changed::choose(changed.into_iter().map(|(item, _)| item).collect(), parent).await?;
-    let rows = unchanged.iter().filter_map(|(_, row)| *row).map(|row| &parent.manifest.items[row]);
+    let (mut changed, mut unchanged) = (Vec::new(), Vec::new());
+    for (item, row) in found {
+        match row {
+            None => changed.push(item),
+            Some(row) => unchanged.push((item, row)),
+        }
+    }
+    let changed = changed::choose(changed, parent).await?;
+    let rows = unchanged.iter().map(|(_, row)| &parent.manifest.items[*row]);
     let rows = rows.map(|item| (item.object, item.item_offset, item.item_bytes));
     let bases = changed.iter().filter_map(|(item, choice)| {
         let base = choice.base.as_ref()?;
@@ -164,9 +170,10 @@ pub(crate) async fn sort(items: Vec<SaveItem>, parent: &Arc<Parent>) -> Result<S
 
     let mut sorted = Sorted::default();
     for (item, row) in unchanged {
-        match row.filter(|row| worth.contains(&parent.manifest.items[*row].object)) {
-            None => sorted.plain.push(item),
-            Some(row) => sorted.unchanged.push((item, row)),
+        if worth.contains(&parent.manifest.items[row].object) {
+            sorted.unchanged.push((item, row));
+        } else {
+            sorted.plain.push(item);
         }
     }
     for (item, choice) in changed {
