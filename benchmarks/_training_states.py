@@ -1,4 +1,4 @@
-"""States of a training: a transformer with its AdamW state, and many small shards."""
+"""Trainings and their states: a transformer with AdamW, and many small shards."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 _HEADS = 8
+_BATCH, _LENGTH = 4, 33
 _NUM_SHARDS = 279
 _SHARD_BYTES = 46_500
 
@@ -35,6 +36,24 @@ def adamw_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """What a trainer gives DCP: the model, and AdamW's two moments and step for each parameter."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+class Training:
+    """A transformer from step to step, by AdamW on what of it is to be trained."""
+
+    def __init__(self, model: Transformer, *, lr: float = 1e-3) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
+
+    def step(self) -> None:
+        """Forward, backward, AdamW; of random tokens."""
+        self.model(torch.randint(self.model.embedding.num_embeddings, (_BATCH, _LENGTH))).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        """What is saved."""
+        return adamw_state(self.model, self.optimizer)
 
 
 def transformer_state(size_bytes: int) -> dict[str, Any]:

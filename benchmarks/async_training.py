@@ -23,14 +23,13 @@ from typing import Any
 import _measure as m
 import torch
 import torch.distributed.checkpoint as dcp
-from _training_states import Transformer, adamw_state
+from _training_states import Training, Transformer
 from torch.distributed.checkpoint import FileSystemWriter
 
 import torch_strata
 
 NOTHING = "no save"
-_BATCH, _LENGTH, _VOCABULARY = 4, 33, 8192
-
+_VOCABULARY = 8192
 
 # Returns a future of some kind.
 Save = Callable[[], Any]
@@ -55,30 +54,12 @@ class Turn:
     wall: float = 0.0
 
 
-class Training:
-    """The transformer and its optimizer, from step to step."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        torch.manual_seed(1)
-        self.model = Transformer(layers=layers, width=width, vocabulary=_VOCABULARY)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-
-    def step(self) -> None:
-        """Forward, backward, AdamW."""
-        self.model(torch.randint(_VOCABULARY, (_BATCH, _LENGTH))).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def state(self) -> dict[str, Any]:
-        """What is saved."""
-        return adamw_state(self.model, self.optimizer)
-
-
 def main() -> None:
     """Let the contenders take turns and print their table."""
     args = _arguments()
     torch.set_num_threads(args.threads)
-    training = Training(args.layers, args.width)
+    torch.manual_seed(1)
+    training = Training(Transformer(layers=args.layers, width=args.width, vocabulary=_VOCABULARY))
     for _ in range(3):
         training.step()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:

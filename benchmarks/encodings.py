@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _training_states import Transformer, adamw_state
+from _training_states import Training, Transformer
 
 from torch_strata import CheckpointManager, StorageConfig
 from torch_strata.checkpoint._opened import open_checkpoint
@@ -34,14 +34,11 @@ def saved(manager: CheckpointManager, state: Any, step: int) -> SaveStats:
 def training(dtype: torch.dtype, between: int) -> Iterator[Any]:
     """The state of a small transformer each `between` steps; its moments have its dtype."""
     torch.manual_seed(1)
-    model = Transformer(layers=2, width=256, vocabulary=1024).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    running = Training(Transformer(layers=2, width=256, vocabulary=1024).to(dtype), lr=3e-4)
     while True:
         for _ in range(between):
-            model(torch.randint(1024, (4, 33))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        yield adamw_state(model, optimizer)
+            running.step()
+        yield running.state()
 
 
 def ratios(root: Path, dtype: torch.dtype, between: int, saves: int) -> None:

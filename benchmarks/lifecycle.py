@@ -27,13 +27,13 @@ from typing import Any
 import _measure as m
 import torch
 import torch.distributed.checkpoint as dcp
-from _training_states import Transformer, adamw_state
+from _training_states import Training, Transformer
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 from torch_strata import CheckpointManager, CheckpointType, StrataWriter, verify
 
-_BATCH, _LENGTH, _VOCABULARY, _RANK = 4, 33, 8192, 8
+_VOCABULARY, _RANK = 8192, 8
 _PIECE_BYTES = 16 << 20
 
 
@@ -67,36 +67,29 @@ class Adapted(torch.nn.Module):
         return given + x @ self.down.T @ self.up.T
 
 
-class Training:
-    """A transformer from step to step."""
-
-    def __init__(self, kind: str, layers: int, width: int) -> None:
-        torch.manual_seed(1)
-        self.model = Transformer(layers=layers, width=width, vocabulary=_VOCABULARY)
-        self._is_published = kind == "bf16"
-        if kind == "lora":
-            self.model.requires_grad_(requires_grad=False)
-            for layer in self.model.layers.layers:
-                layer.linear1, layer.linear2 = Adapted(layer.linear1), Adapted(layer.linear2)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
-        for _ in range(3):
-            self.step()
-
-    def step(self) -> None:
-        """Forward, backward, AdamW."""
-        self.model(torch.randint(_VOCABULARY, (_BATCH, _LENGTH))).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+class Published(Training):
+    """One of which only the weights are saved, in bf16."""
 
     def state(self) -> dict[str, Any]:
         """What is saved."""
-        if self._is_published:
-            return {"model": {name: value.bfloat16() for name, value in self.model.state_dict().items()}}
-        return adamw_state(self.model, self.optimizer)
+        return {"model": {name: value.bfloat16() for name, value in self.model.state_dict().items()}}
 
 
-# A save gets state, step and whether it is the first; it returns what it wrote, after when the caller could go on.
+def training_of(kind: str, layers: int, width: int) -> Training:
+    """A training that has done its first steps."""
+    torch.manual_seed(1)
+    model = Transformer(layers=layers, width=width, vocabulary=_VOCABULARY)
+    if kind == "lora":
+        model.requires_grad_(requires_grad=False)
+        for layer in model.layers.layers:
+            layer.linear1, layer.linear2 = Adapted(layer.linear1), Adapted(layer.linear2)
+    training = (Published if kind == "bf16" else Training)(model, lr=1e-4)
+    for _ in range(3):
+        training.step()
+    return training
+
+
+# A save gets state and step; it returns what it wrote, in bytes, and for how many seconds the caller was held up.
 Save = Callable[[dict[str, Any], int], "tuple[int, float]"]
 
 
@@ -169,7 +162,7 @@ def run_types(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in args.trainings:
         with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-            costs = _run_one(Training(kind, args.layers, args.width), contenders(kind, Path(folder)), args)
+            costs = _run_one(training_of(kind, args.layers, args.width), contenders(kind, Path(folder)), args)
         _print_types(kind, costs)
         found[kind] = {name: asdict(own) for name, own in costs.items()}
     return found

@@ -50,6 +50,38 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and bits(left) == bits(right)
 
 
+def assert_same(found: Any, expected: Any, where: str = "the state") -> None:
+    """Equal bit for bit, in containers of the same kinds: the key 1 is not "1"."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, torch.Tensor):
+        assert same_bits(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for at, value in enumerate(expected):
+            assert_same(found[at], value, f"{where}.{at}")
+    else:
+        assert found == expected, where
+
+
+def largest_object(place: Path) -> Path:
+    """The data object of a checkpoint that has the most bytes."""
+    return max(place.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def flip(path: Path, at: int | None = None, bit: int = 0) -> None:
+    """Change one bit of the byte `at` of a file, of the one in the middle if not given."""
+    at = path.stat().st_size // 2 if at is None else at
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0] ^ 1 << bit
+        file.seek(at)
+        file.write(bytes([byte]))
+
+
 def save(state: dict[str, Any], path: Path, **options: Any) -> StrataWriter:
     """Save on this process alone. Keywords of `dcp.save` go there, the others to the writer."""
     planner = options.pop("planner", None)

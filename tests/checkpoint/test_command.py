@@ -97,8 +97,9 @@ def test_a_check_that_breaks_off_does_not_look_like_damage(tmp_path, monkeypatch
     def breaks_off(*args, **kwargs):
         raise error("on the way")
 
+    save({"a": torch.ones(1)}, tmp_path / "c")
     monkeypatch.setattr("torch_strata.cli.verify.verify", breaks_off)
-    assert strata("verify", tmp_path).exit_code == status
+    assert strata("verify", tmp_path / "c").exit_code == status
 
 
 @pytest.mark.parametrize(("count", "words"), [(1, "(1 problem)"), (2, "(2 problems)")])

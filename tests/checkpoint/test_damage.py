@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 
 from tests.checkpoint.manifests import manifest_of
-from tests.checkpoint.states import failure_of, load, save
+from tests.checkpoint.states import failure_of, flip, load, save
 from torch_strata import CorruptionError, ManifestError, StrataReader, verify
 from torch_strata.cli import main
 
@@ -36,14 +36,6 @@ def place(sound, tmp_path) -> Path:
 def object_of(place: Path) -> Path:
     (path,) = place.glob("*.distcp")
     return path
-
-
-def flip(path: Path, at: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def start_of_large(path: Path) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.checkpoint.manifests import manifest_of
 from tests.checkpoint.ranks import run_ranks
-from tests.checkpoint.states import failure_of, load, random_bits, same_bits
+from tests.checkpoint.states import assert_same, failure_of, flip, largest_object, load, random_bits, same_bits
 from tests.cli.commands import strata, strata_json
 from torch_strata import ChecksumError, ManifestError, ObjectNotFoundError, StrataReader, verify
 from torch_strata.checkpoint import _run_writer
@@ -63,15 +63,6 @@ def copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: copied(value) for key, value in state.items()}
     return state.clone() if isinstance(state, torch.Tensor) else state
-
-
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    if isinstance(expected, dict):
-        assert set(found) == set(expected), where
-        for key, value in expected.items():
-            assert_same(found[key], value, f"{where}.{key}")
-    else:
-        assert same_bits(found, expected), where
 
 
 def saved(manager: CheckpointManager, state: Any, step: int, kind: str = "incremental") -> SaveStats:
@@ -233,19 +224,9 @@ def test_ranks_encode_each_its_own(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run/step-3").glob("__1_*.distcp"))) >= 1
 
 
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << bit
-    path.write_bytes(data)
-
-
-def encoded_object(place: Path) -> Path:
-    return max(place.glob("*.distcp"), key=lambda path: path.stat().st_size)
-
-
 def test_verify_finds_any_flipped_bit_of_a_frame(run: Any) -> None:
     root, _ = run
-    victim = encoded_object(root / "step-3")
+    victim = largest_object(root / "step-3")
     generator = random.Random(1)
     content = victim.read_bytes()
     for _ in range(60):
@@ -267,7 +248,7 @@ def test_verify_finds_any_flipped_bit_of_a_frame(run: Any) -> None:
 
 def test_a_damaged_frame_or_base_is_named_with_its_key(run: Any) -> None:
     root, states = run
-    victim = encoded_object(root / "step-3")
+    victim = largest_object(root / "step-3")
     before = victim.read_bytes()
     flip(victim, len(before) // 3)
     error = failure_of(lambda: load(zeros_like(states[2]), root / "step-3"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
-from tests.checkpoint.states import AnyDtypePlanner, failure_of, load, save
+from tests.checkpoint.states import AnyDtypePlanner, failure_of, flip, load, save
 from torch_strata import (
     CheckpointError,
     CheckpointExistsError,
@@ -178,12 +178,6 @@ def saved(tmp_path: Path) -> tuple[Path, Path]:
 
 def template() -> dict[str, Any]:
     return {"a": torch.zeros(300_000), "n": "", "b": torch.zeros(3)}
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("verify", ["inplace", "before"])

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.checkpoint.ranks import run_ranks
-from tests.checkpoint.states import failure_of, load, same_bits, save
+from tests.checkpoint.states import assert_same, failure_of, load, save
 from torch_strata import (
     CheckpointError,
     CorruptionError,
@@ -23,7 +23,7 @@ from torch_strata import (
     StrataReader,
     StrataWriter,
 )
-from torch_strata.checkpoint._grown import nested
+from torch_strata.checkpoint._paths import nested
 from torch_strata.checkpoint._stored_lists import ListNames
 from torch_strata.checkpoint.manager import CheckpointManager
 
@@ -46,21 +46,6 @@ def grown() -> dict[str, Any]:
 def fresh() -> dict[str, Any]:
     empty = {"history": [], "meters": {}, "deep": {"steps": []}, "empty": [], "nothing": {}, "plain": []}
     return {"w": torch.zeros(2), **empty}
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert type(found) is torch.Tensor and same_bits(found, expected)
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same(found[key], value)
-    elif isinstance(expected, list):
-        assert len(found) == len(expected)
-        for pair in zip(found, expected, strict=True):
-            assert_same(*pair)
-    else:
-        assert type(found) is type(expected) and found == expected
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoint.states import flip, largest_object
 from torch_strata import StorageConfig, StrataReader, _native
 from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.manager import CheckpointManager
@@ -62,14 +63,6 @@ def saved(manager: CheckpointManager, *steps: int, **settings: Any) -> None:
 
 def another_process_claims(root: Path) -> None:
     _native.claim_generation(open_store(root, StorageConfig()), owner="another process")
-
-
-def flip(path: Path) -> None:
-    """Change one bit in the middle of the largest file of a checkpoint."""
-    victim = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
 
 
 @pytest.fixture
@@ -249,7 +242,7 @@ def test_keys_that_no_part_was_saved_with_are_named_and_nothing_is_changed(
 def test_a_damaged_part_is_an_error(manager: CheckpointManager, tmp_path: Path) -> None:
     for kind in ("optimizer_only", "model_only"):
         saved(manager, 4, checkpoint_type=kind)
-    flip(tmp_path / "run/step-4-optimizer")
+    flip(largest_object(tmp_path / "run/step-4-optimizer"))
     with pytest.raises(CorruptionError, match="step-4-optimizer"):
         manager.load(4, zeros_of("model", "optimizer"))
 
@@ -272,7 +265,7 @@ def test_a_damaged_newest_is_passed_over_and_stays_for_a_person(
     manager: CheckpointManager, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(manager, 1, 2, 3)
-    flip(tmp_path / "run/step-3")
+    flip(largest_object(tmp_path / "run/step-3"))
     state = empty_state()
     manager.load("latest", state)
     assert_is(state, 2)
@@ -331,7 +324,7 @@ def test_a_damaged_newest_is_passed_over_where_nothing_may_be_written(
     manager: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(manager, 1, 2)
-    flip(tmp_path / "run/step-2")
+    flip(largest_object(tmp_path / "run/step-2"))
 
     class ReadOnly:
         def __getattr__(self, name: str) -> Any:
@@ -350,7 +343,7 @@ def test_a_damaged_newest_is_passed_over_where_nothing_may_be_written(
 
 def test_a_damaged_step_that_was_asked_for_is_an_error(manager: CheckpointManager, tmp_path: Path) -> None:
     saved(manager, 1, 2)
-    flip(tmp_path / "run/step-2")
+    flip(largest_object(tmp_path / "run/step-2"))
     with pytest.raises(CorruptionError, match="step-2"):
         manager.load(2, empty_state())
     assert [found.step for found in manager.all()] == [1, 2]

@@ -11,7 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.ranks import run_ranks
-from tests.checkpoint.test_manager import another_process_claims, flip, saved, state_of
+from tests.checkpoint.states import assert_same, flip, largest_object
+from tests.checkpoint.test_manager import another_process_claims, saved, state_of
 from torch_strata import export_torch, import_checkpoint
 from torch_strata.checkpoint.async_save import async_save
 from torch_strata.checkpoint.manager import CheckpointManager
@@ -63,7 +64,7 @@ def test_a_save_never_refers_to_what_a_damaged_checkpoint_holds_or_refers_to(roo
     manager = CheckpointManager(root)
     save_frozen(manager, 1, 2, 3)
     assert refers_to(manager)["step-3"] == ("step-1",)
-    flip(root / "step-1")
+    flip(largest_object(root / "step-1"))
     assert not manager.verify(3).is_sound
     save_frozen(manager, 4, 5, 6)
     assert refers_to(manager) | {"step-1": (), "step-2": (), "step-3": ()} == {
@@ -163,24 +164,13 @@ INTEGERS = {
 }
 
 
-def is_same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and torch.equal(left, right)
-    if isinstance(left, dict):
-        # Each key of the kind that it was: 1 is not "1".
-        return isinstance(right, dict) and left.keys() == right.keys() and all(is_same(left[k], right[k]) for k in left)
-    if isinstance(left, list):
-        return isinstance(right, list) and len(left) == len(right) and all(map(is_same, left, right))
-    return bool(left == right)
-
-
 def test_integer_keys_and_empty_dicts_come_back_as_they_were(root: Path) -> None:
     manager = CheckpointManager(root)
     manager.save(INTEGERS, step=1).result(LIMIT)
-    assert is_same(manager.load(), INTEGERS)
+    assert_same(manager.load(), INTEGERS)
     grown: dict[str, Any] = {"model": {"weight": torch.zeros(6)}, "counts": {}, "lists": [], "below": {}, "empty": {}}
     manager.load("latest", grown)
-    assert is_same(grown, {key: INTEGERS[key] for key in grown})
+    assert_same(grown, {key: INTEGERS[key] for key in grown})
 
 
 def test_keys_of_a_state_that_is_given_stay_as_they_are(root: Path) -> None:
@@ -189,7 +179,7 @@ def test_keys_of_a_state_that_is_given_stay_as_they_are(root: Path) -> None:
     for key in (0, "0"):
         state = {"held": {key: torch.zeros(2)}}
         manager.load(1, state)
-        assert is_same(state, {"held": {key: torch.ones(2)}})
+        assert_same(state, {"held": {key: torch.ones(2)}})
 
 
 def test_an_optimizer_s_own_state_dict_goes_through_a_manager_unharmed(root: Path) -> None:
@@ -204,7 +194,7 @@ def test_an_optimizer_s_own_state_dict_goes_through_a_manager_unharmed(root: Pat
     for loaded in (manager.load(), manager.load(1, template)):
         other = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
         other.load_state_dict(loaded["optimizer"])
-        assert is_same(other.state_dict(), optimizer.state_dict())
+        assert_same(other.state_dict(), optimizer.state_dict())
 
 
 def test_plain_readers_load_what_has_integer_keys(root: Path) -> None:
@@ -464,5 +454,6 @@ def test_integer_keys_come_through_files_of_torch_save(root: Path, tmp_path: Pat
     export_torch(tmp_path / "imported", tmp_path / "again.pt")
     whole, again = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "again.pt"))
     whole.pop("strata_rng"), again.pop("strata_rng")
-    assert is_same(whole, INTEGERS) and is_same(again, INTEGERS)
-    assert is_same(torch.load(tmp_path / "counts.pt", weights_only=True), INTEGERS["counts"])
+    assert_same(whole, INTEGERS)
+    assert_same(again, INTEGERS)
+    assert_same(torch.load(tmp_path / "counts.pt", weights_only=True), INTEGERS["counts"])

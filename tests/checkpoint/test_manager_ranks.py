@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoint.ranks import run_ranks
+from tests.checkpoint.states import flip
 from torch_strata import CheckpointError, CorruptionError, StorageError
 from torch_strata.checkpoint import restore as restore_module
 from torch_strata.checkpoint.manager import CheckpointManager
@@ -207,9 +208,7 @@ def test_what_one_rank_cannot_save_fails_on_all_leaves_nothing_and_can_be_saved_
 def flip_in_shard_of(rank: int, folder: Path) -> None:
     """One bit in the middle of what a rank wrote."""
     (path,) = folder.glob(f"__{rank}_*.distcp")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path)
 
 
 def load_past_damage(rank: int, root: str, template: bool) -> Any:

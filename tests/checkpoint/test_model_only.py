@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.ranks import run_ranks
-from tests.checkpoint.states import DTYPES, SHAPES, random_bits, same_bits
+from tests.checkpoint.states import DTYPES, SHAPES, assert_same, flip, random_bits
 from torch_strata import StorageConfig, StrataReader, _native, verify
 from torch_strata.checkpoint._content import content_of
 from torch_strata.checkpoint._opened import open_checkpoint
@@ -64,12 +64,6 @@ def served(place: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert same_bits(found[name], tensor), name
-
-
 def every_dtype() -> dict[str, torch.Tensor]:
     state = {}
     for name in KNOWN:
@@ -85,12 +79,6 @@ def a_model(fill: float = 1.0) -> dict[str, torch.Tensor]:
         "norm": torch.full((1000,), fill, dtype=torch.bfloat16),
         "done": torch.tensor(True),
     }
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1 << bit
-    path.write_bytes(content)
 
 
 def head_bytes(path: Path) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoint.states import flip, largest_object
 from torch_strata import CheckpointManager
 from torch_strata.checkpoint import _payload
 from torch_strata.errors import CheckpointError, LayoutMismatchError
@@ -68,10 +69,7 @@ def test_a_manager_converts_where_that_is_allowed(tmp_path: Path) -> None:
 def test_damage_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     manager = save(tmp_path / "run", {"w": torch.ones(50_000)}, step=1)
     save(tmp_path / "run", {"w": torch.ones(50_000)}, step=2)
-    victim = max((tmp_path / "run/step-2").glob("*.distcp"), key=lambda file: file.stat().st_size)
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
+    flip(largest_object(tmp_path / "run/step-2"))
     with caplog.at_level(logging.DEBUG):
         manager.load("latest", {"w": torch.zeros(50_000)})
     (words,) = told(caplog)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
-from tests.checkpoint.states import save
+from tests.checkpoint.states import flip, largest_object, save
 from torch_strata import StorageConfig, _native
 from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.copying import Destination, open_content, write_content
@@ -54,15 +54,9 @@ def make_run(root: str, scratch: Path, steps: int = 4, *, metrics: bool = True) 
         write_content(open_content(scratch / f"state-{step}", config), to)
 
 
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
 def damage_frozen(checkpoint: Path) -> Path:
     """Change a bit of the frozen part of a checkpoint made by `make_run`."""
-    path = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    path = largest_object(checkpoint)
     flip(path, path.read_bytes().index(state_at(1)["model"]["frozen"].numpy().tobytes()[4:4000]) + 100)
     return path
 

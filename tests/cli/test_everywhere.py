@@ -14,8 +14,8 @@ import time
 import pytest
 import torch
 
-from tests.checkpoint.states import save
-from tests.cli.commands import assert_same, flip, make_run, state_at, strata, strata_json
+from tests.checkpoint.states import flip, save
+from tests.cli.commands import assert_same, make_run, state_at, strata, strata_json
 from tests.packaging.test_import import WITHOUT_TORCH
 from tests.support import REPOSITORY, run_python
 from tests.support.s3 import SECRET, options

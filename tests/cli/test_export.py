@@ -79,6 +79,17 @@ def test_a_key_is_exported_as_if_it_were_all(tmp_path):
     assert done.exit_code == 2 and "CheckpointError" in done.stderr and not (tmp_path / "n.pt").exists()
 
 
+@pytest.mark.parametrize("write", [save, stock_save])
+def test_a_list_is_exported_with_the_empty_dicts_in_it(tmp_path, write):
+    """DCP stores nothing of these, by which their places could be told from those that are not there."""
+    state = {"groups": [torch.ones(2), {}, {"lr": 0.1}]}
+    write(state, tmp_path / "c")
+    assert strata("export", "--to", "torch", tmp_path / "c", tmp_path / "all.pt").exit_code == 0
+    assert_same(state, torch.load(tmp_path / "all.pt", weights_only=True))
+    assert strata("export", "--to", "torch", "--key", "groups", tmp_path / "c", tmp_path / "list.pt").exit_code == 0
+    assert_same(state["groups"], torch.load(tmp_path / "list.pt", weights_only=True))
+
+
 def test_a_state_in_many_batches_is_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr("torch_strata.checkpoint.export._BATCH_BYTES", 100)
     state = {f"w{n}": torch.randn(7, 9) for n in range(20)}

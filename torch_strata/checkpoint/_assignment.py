@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torch_strata.checkpoint._leaves import Outline, Path
+from torch_strata.checkpoint._leaves import Outline
+from torch_strata.checkpoint._paths import Path
 
 if TYPE_CHECKING:
     from torch_strata.checkpoint._merge import Selection

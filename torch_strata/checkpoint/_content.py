@@ -18,6 +18,7 @@ from torch_strata.checkpoint._boxes import Box, contiguous, overlap, parts_of
 from torch_strata.checkpoint._dtypes import Dtype, dtype_named
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._opened import Opened
+from torch_strata.checkpoint._paths import Path, decode_fqn
 from torch_strata.checkpoint._planner_data import decode_planner_data
 from torch_strata.checkpoint._tiling import tiling_fault
 from torch_strata.errors import CheckpointError, CorruptionError
@@ -25,7 +26,7 @@ from torch_strata.errors import CheckpointError, CorruptionError
 if TYPE_CHECKING:
     from torch_strata._types import TensorEntry
 
-__all__ = ["BATCH_BYTES", "Buffer", "Content", "Path", "Piece", "Progress", "Tensor", "Wanted", "content_of"]
+__all__ = ["BATCH_BYTES", "Buffer", "Content", "Piece", "Progress", "Tensor", "Wanted", "content_of"]
 
 # Memory of a batch: large enough that its requests keep a store busy, small beside any training job's.
 BATCH_BYTES = 256 << 20
@@ -34,9 +35,8 @@ _VALUE_BYTES = 16 << 20
 # Where parts of a batch begin: what the core asks of memory for direct I/O is a multiple of a page at best.
 _ALIGN = 64
 
-Path = tuple[str | int, ...]
 # Told how many bytes more are done.
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +290,7 @@ def content_of(opened: Opened) -> Content:
     if opened.transforms:
         (fqn, _), names = next(iter(opened.transforms.items()))
         raise CheckpointError(
-            f"{opened.where}: {_text(fqn)!r:.200} was stored through {', '.join(names)}; not supported"
+            f"{opened.where}: {decode_fqn(fqn)!r:.200} was stored through {', '.join(names)}; not supported"
         )
     fqns: list[bytes] = []
     places: list[int] = []
@@ -302,13 +302,13 @@ def content_of(opened: Opened) -> Content:
     rows, forms, table = opened.native.locate(fqns, places, list(numbers))
     for fqn, row in zip(fqns, rows, strict=True):
         if row < 0:
-            raise CorruptionError(f"{opened.where}: no object holds {_text(fqn)!r:.200}")
+            raise CorruptionError(f"{opened.where}: no object holds {decode_fqn(fqn)!r:.200}")
     described = [table[form] for form in forms]
     tensors: dict[str, Tensor] = {}
     values: dict[str, int | bytes] = {}
     found = iter(zip(rows, described, strict=True))
     for entry in opened.entries:
-        name = _text(entry[0])
+        name = decode_fqn(entry[0])
         if entry[1]:
             tensors[name] = _tensor(name, entry, [next(found) for _ in entry[9]], opened.where)
         else:
@@ -323,7 +323,7 @@ def content_of(opened: Opened) -> Content:
         native=opened.native,
         tensors=tensors,
         values=values,
-        order=[_text(entry[0]) for entry in opened.entries],
+        order=[decode_fqn(entry[0]) for entry in opened.entries],
         paths=planner_data if _are_paths(planner_data) else {},
         planner_data=planner_data,
         holds_bytes=opened.holds_bytes,
@@ -347,10 +347,6 @@ def _tensor(fqn: str, entry: "TensorEntry", rows: list[tuple[int, Any]], where: 
             raise CorruptionError(f"{name}: a chunk of {extents} is promised, {tuple(shape)} is stored")
         pieces.append(Piece(row=row, offsets=offset, shape=extents, strides=tuple(strides)))
     return Tensor(fqn=fqn, entry=entry, dtype=dtypes.pop(), shape=size, pieces=tuple(pieces), framed=framed)
-
-
-def _text(fqn: bytes) -> str:
-    return fqn.decode("utf-8", "surrogatepass")
 
 
 def _are_paths(value: Any) -> bool:

@@ -9,7 +9,11 @@ from torch_strata.errors import CheckpointError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Dtype", "as_floats", "dtype_named", "known_dtypes"]
+__all__ = ["PAIRS", "Dtype", "as_floats", "dtype_named", "known_dtypes"]
+
+
+# Two 4-bit numbers in a byte: a shape counts such pairs in torch, and numbers in safetensors.
+PAIRS = "float4_e2m1fn_x2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ def _rows() -> tuple[Dtype, ...]:
         ("float8_e5m2fnuz", 1, None, "F8_E5M2FNUZ", "uint8"),
         ("float8_e4m3fnuz", 1, None, "F8_E4M3FNUZ", "uint8"),
         ("float8_e8m0fnu", 1, None, "F8_E8M0", "uint8"),
-        ("float4_e2m1fn_x2", 1, None, "F4", "uint8"),
+        (PAIRS, 1, None, "F4", "uint8"),
         ("uint16", 2, None, "U16", "uint16"),
         ("uint32", 4, None, "U32", "uint32"),
         ("uint64", 8, None, "U64", "uint64"),

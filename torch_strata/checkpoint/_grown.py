@@ -15,20 +15,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
+from torch_strata.checkpoint._paths import Path, dotted, nested, rename_keys
 from torch_strata.checkpoint._reads import CompactReads, PlannedReads
 from torch_strata.checkpoint._resolve import finds_plainly
 from torch_strata.checkpoint._shortcuts import keeps_methods
-from torch_strata.checkpoint._stored_lists import Path, StoredList, entry_paths
+from torch_strata.checkpoint._stored_lists import StoredList, entry_paths
 from torch_strata.checkpoint.planner import StrataLoadPlanner, missing_list
-from torch_strata.errors import CheckpointError, CorruptionError, LayoutMismatchError
+from torch_strata.errors import CheckpointError, LayoutMismatchError
 
 if TYPE_CHECKING:
     from typing import TypeGuard
 
-__all__ = ["Grown", "empty_containers", "nested", "number_params", "slot_for", "with_grown"]
-
-# A place in a list that no entry has was an empty dict's, and costs as much: an index can claim any number of them.
-_MAX_PLACES = 1 << 24
+__all__ = ["Grown", "empty_containers", "number_params", "slot_for", "with_grown"]
 
 _PLANNING = ("set_up_planner", "create_local_plan", "load_bytes")
 _PLANNING_OF_ALL = ("create_global_plan", "finish_plan")
@@ -131,7 +129,7 @@ def _grown(planner: DefaultLoadPlanner, stored: Mapping[str, Any], planner_data:
     empty = {
         path: _Container(held, parent, {})
         for path, held, parent in empty_containers(planner.original_state_dict)
-        if isinstance(stored.get(".".join(map(str, path)), StoredList()), StoredList)
+        if isinstance(stored.get(dotted(path), StoredList()), StoredList)
     }
     lengths = sorted({len(path) for path in empty})
     for fqn, path in entry_paths(planner_data).items() if empty else ():
@@ -143,10 +141,9 @@ def _grown(planner: DefaultLoadPlanner, stored: Mapping[str, Any], planner_data:
     found = {path: container for path, container in empty.items() if container.entries}
     for path, container in found.items():
         if not container.is_of_kind and not planner.allow_partial_load:
-            name = ".".join(map(str, path))
             kind = "dict" if isinstance(container.held, list) else "list"
             raise LayoutMismatchError(
-                f"{name!r} is stored as a {kind}, the state holds a {type(container.held).__name__}"
+                f"{dotted(path)!r} is stored as a {kind}, the state holds a {type(container.held).__name__}"
             )
     return {path: container for path, container in found.items() if container.is_of_kind}
 
@@ -195,32 +192,6 @@ def slot_for(fqn: str, stored: Any) -> torch.Tensor | None:
         raise CheckpointError(f"cannot make a tensor for {fqn!r}, {tuple(stored.size)}: {reason}") from error
 
 
-def nested(entries: Iterable[tuple[Path, Any]]) -> Any:
-    """The dict or list that has each value at its path.
-
-    An empty dict is stored under no name: a place of a list that no entry has gets one.
-
-    Raises:
-        CorruptionError: If the paths cannot be those of one state.
-    """
-    inside: dict[str | int, list[tuple[Path, Any]]] = {}
-    for path, value in entries:
-        inside.setdefault(path[0], []).append((path[1:], value))
-    try:
-        built = {
-            part: below[0][1] if len(below) == 1 and not below[0][0] else nested(below)
-            for part, below in inside.items()
-        }
-    except (IndexError, RecursionError) as error:
-        raise CorruptionError("planner_data: a path leads through a value, or on without end") from error
-    if all(type(part) is str for part in built):
-        return built
-    places = [part for part in built if type(part) is int and 0 <= part < _MAX_PLACES]
-    if len(places) < len(built):
-        raise CorruptionError(f"planner_data: no list has the places {', '.join(map(repr, list(built)[:9]))}")
-    return [built.get(place, {}) for place in range(max(places) + 1)]
-
-
 def number_params(held: Any) -> None:
     """In what an optimizer's `state_dict` has become, know parameters by number again; DCP makes text of keys.
 
@@ -240,6 +211,4 @@ def _number_params_of(held: Any) -> None:
     params = [group.get("params") for group in groups if isinstance(group, dict)]
     numbers = {str(param): param for held in params if isinstance(held, list) for param in held if type(param) is int}
     if numbers.keys() & state.keys():
-        entries = [(numbers.get(key, key), value) for key, value in state.items()]
-        state.clear()
-        state.update(entries)
+        rename_keys(state, numbers)

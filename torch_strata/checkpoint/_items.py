@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from torch_strata import _native
 from torch_strata.checkpoint._columns import SHARD, TENSOR, Columns
-from torch_strata.checkpoint._metadata import dtype_name, encode_fqn
+from torch_strata.checkpoint._metadata import dtype_name
+from torch_strata.checkpoint._paths import decode_fqn, encode_fqn
 from torch_strata.checkpoint._payload import warn_of_untrusted
 from torch_strata.checkpoint._safetensors import why_not_safetensors
 from torch_strata.checkpoint._shortcuts import is_bare, keeps_methods
@@ -105,7 +106,7 @@ class NativeItems:
     def value_names(self) -> list[str]:
         """Keys of those that are no tensors."""
         kinds = [kind for _, kind, *_ in self._templates]
-        return [_text(fqn) for fqn, _, number, *_ in self._items if kinds[number] == _native.BYTES]
+        return [decode_fqn(fqn) for fqn, _, number, *_ in self._items if kinds[number] == _native.BYTES]
 
     def addresses(self) -> Iterator[int]:
         """Where those lie that are on the host."""
@@ -120,7 +121,7 @@ class NativeItems:
             _, kind, _, _, dtype, shape, _ = self._templates[number]
             if kind == _native.BYTES:
                 continue
-            name = _text(fqn)
+            name = decode_fqn(fqn)
             why = "a tensor subclass" if kind == _native.TORCH_SAVE else why_not_safetensors(name, dtype, shape)
             if why is not None:
                 raise CheckpointError(f"cannot store {name!r}: safetensors cannot hold {why}")
@@ -256,10 +257,6 @@ def _lendable(tensor: torch.Tensor, *, row_major: bool) -> torch.Tensor:
     tensor = tensor.cpu().resolve_conj().resolve_neg()
     dense = not row_major and is_dense(tuple(tensor.shape), tuple(tensor.stride()))
     return tensor if dense else tensor.contiguous()
-
-
-def _text(fqn: bytes) -> str:
-    return fqn.decode("utf-8", "surrogatepass")
 
 
 def _framed(tensor: torch.Tensor) -> memoryview:

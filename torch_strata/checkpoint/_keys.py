@@ -12,14 +12,12 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_strata.checkpoint._paths import Path, dotted, rename_keys
 from torch_strata.errors import CorruptionError
 
 __all__ = ["KEYS_KEY", "KeyNotes", "Keys", "keys_of", "noted"]
 
 _logger = logging.getLogger(__name__)
-
-# As DCP writes it: keys as text, places in a list as numbers.
-Path = tuple[str | int, ...]
 
 # Below this key of a saved state the notes of its ranks lie under their digests: equal ones are saved once.
 KEYS_KEY = "strata_keys"
@@ -69,7 +67,7 @@ class Keys:
         """What is noted of what lies below a key that is written as a name, with dots, as if that were all."""
 
         def depth(path: Path) -> int:
-            heads = (at for at in range(1, len(path) + 1) if ".".join(map(str, path[:at])) == key)
+            heads = (at for at in range(1, len(path) + 1) if dotted(path[:at]) == key)
             return next(heads, 0)
 
         ints = {path[at:]: keys for path, keys in self.ints.items() if (at := depth(path))}
@@ -96,9 +94,7 @@ class Keys:
             if not isinstance(held, MutableMapping):
                 continue  # of another rank, and not loaded here
             numbers = {str(number): number for number in self.ints[path]}
-            entries = [(numbers.get(key, key), value) for key, value in held.items()]
-            held.clear()
-            held.update(entries)
+            rename_keys(held, numbers)
 
 
 class KeyNotes:
@@ -113,7 +109,7 @@ class KeyNotes:
         keys = keys_of(state)
         for path in keys.other.keys() - self._warned_of:
             self._warned_of.add(path)
-            name = ".".join(map(str, path)) or "the state itself"
+            name = dotted(path) or "the state itself"
             _logger.warning(
                 "%s: a dict in the state (%s) has the key %r: it is saved as text, and comes back as text where a load "
                 "makes the dict anew; only integers come back as they were",
@@ -215,7 +211,7 @@ def _put(held: Any, path: Path) -> None:
         if isinstance(held, list) and type(part) is int and 0 <= part <= len(held):
             if part == len(held):
                 held.append(fresh)
-            elif held[part] is None or (fresh == [] and isinstance(held[part], dict) and not held[part]):
+            elif fresh == [] and isinstance(held[part], dict) and not held[part]:
                 held[part] = fresh  # made for a place that no entry has
             held = held[part]
         elif isinstance(held, MutableMapping) and type(part) is str:

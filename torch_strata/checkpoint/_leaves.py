@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from torch_strata.checkpoint._paths import Path
 from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_plain, settled
 
-__all__ = ["LISTS", "MAPPINGS", "Leaves", "Outline", "Path"]
+__all__ = ["LISTS", "MAPPINGS", "Leaves", "Outline"]
 
 # Of other mappings a shallow copy may share what holds the items: those are values.
 MAPPINGS = (dict, OrderedDict, defaultdict)
 LISTS = (list, tuple)
-
-# As DCP writes it: keys as text, places in a list as numbers.
-Path = tuple[str | int, ...]
 
 
 class Outline(NamedTuple):

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch_strata import _native
 from torch_strata.checkpoint._exchange import Exchange, Lent, Region
 from torch_strata.checkpoint._gc import gc_paused
-from torch_strata.checkpoint._metadata import dtype_of, encode_fqn
+from torch_strata.checkpoint._metadata import dtype_of
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint._part import Part, bump_versions, copy_into, lent, place_of, takes_bytes
+from torch_strata.checkpoint._paths import encode_fqn
 from torch_strata.checkpoint._payload import Trusted, load_tensor, load_value
 from torch_strata.checkpoint._reads import CompactReads, PlannedReads, whole_read
 from torch_strata.checkpoint._resolve import check_framed, check_value, finds_plainly, guarded, resolve_parts

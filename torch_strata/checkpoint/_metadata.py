@@ -21,6 +21,7 @@ from torch_strata.checkpoint._columns import BYTES, SHARD, Builder, Columns, Sha
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._lazy_state import Chunks, LazyState, PlannedMetadata
 from torch_strata.checkpoint._opened import Opened
+from torch_strata.checkpoint._paths import decode_fqn, encode_fqn
 from torch_strata.checkpoint._planner_data import decode_planner_data
 from torch_strata.checkpoint._stock_pickle import DCP_VERSION
 from torch_strata.checkpoint._stored_lists import StoredDict
@@ -35,7 +36,6 @@ __all__ = [
     "RECORDS_STRIDES",
     "dtype_name",
     "dtype_of",
-    "encode_fqn",
     "promises_of",
     "read_metadata",
 ]
@@ -45,17 +45,6 @@ _MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.pre
 _MEMORY_FORMAT_OF = {number: value for value, number in _MEMORY_FORMATS.items()}
 # torch 2.14 and older record none.
 RECORDS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
-
-
-def encode_fqn(fqn: Any) -> bytes:
-    """A name as bytes; lone surrogates survive.
-
-    Raises:
-        CheckpointError: If it is not a str.
-    """
-    if not isinstance(fqn, str):
-        raise CheckpointError(f"a key of the state_dict is not a str: {fqn!r:.200}")
-    return fqn.encode("utf-8", "surrogatepass")
 
 
 @functools.cache
@@ -160,7 +149,7 @@ def _stored_chunks(columns: "EntryColumns", where: str) -> Chunks:
         Template(dtype_of(dtype), _layout_of(layout), grad, encoding if encoding in _MEMORY_FORMAT_OF else 0, pin, has)
         for dtype, grad, pin, encoding, layout, has in table
     )
-    fqns = tuple(name.decode("utf-8", "surrogatepass") for name in names)
+    fqns = tuple(decode_fqn(name) for name in names)
     if len(set(fqns)) != len(fqns):
         twice = next(fqn for fqn, count in Counter(fqns).items() if count > 1)
         raise CorruptionError(f"{where}: the key {twice!r} is stored twice")
@@ -195,7 +184,7 @@ def read_metadata(opened: Opened, *, storage_meta: StorageMeta, whole: bool) -> 
         return metadata
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for entry in opened.foreign_entries:
-        fqn = entry[0].decode("utf-8", "surrogatepass")
+        fqn = decode_fqn(entry[0])
         if fqn in state:
             raise CorruptionError(f"{where}: the key {fqn!r} is stored twice")
         state[fqn] = _tensor_metadata(fqn, entry, whole, where) if entry[1] else BytesStorageMetadata()

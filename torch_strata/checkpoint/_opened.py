@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch_strata import _native
 from torch_strata.checkpoint._entries import unpack_entries
 from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._paths import decode_fqn, encode_fqn
 from torch_strata.checkpoint._safetensors import open_safetensors
 from torch_strata.checkpoint._unpickle import load_stock_metadata
 from torch_strata.errors import CheckpointNotFoundError, CorruptionError, ObjectNotFoundError
@@ -113,10 +114,7 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
     except CorruptionError as error:
         native.without_metadata(str(error))
         return _ours(native, where)
-    rows = [
-        (i.fqn.encode("utf-8", "surrogatepass"), i.offsets, i.index, i.relative_path, i.offset, i.length)
-        for i in stock.items
-    ]
+    rows = [(encode_fqn(i.fqn), i.offsets, i.index, i.relative_path, i.offset, i.length) for i in stock.items]
     if not native.set_stock_entries(rows):
         return _ours(native, where)
     return Opened(
@@ -132,7 +130,7 @@ def open_checkpoint(store: _native.Store, place: str | os.PathLike[str], *, rank
 def opened_safetensors(native: _native.Checkpoint, entries: "Sequence[TensorEntry]", where: str) -> Opened:
     """Tensors of safetensors files that were found."""
     # Names with dots are names: each key is its own path.
-    flat = {name: (name,) for name in (entry[0].decode("utf-8", "surrogatepass") for entry in entries)}
+    flat = {name: (name,) for name in (decode_fqn(entry[0]) for entry in entries)}
     return Opened(native=native, where=where, foreign_entries=entries, foreign_planner_data=flat, save_id="")
 
 

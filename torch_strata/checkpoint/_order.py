@@ -12,7 +12,7 @@ from torch_strata.errors import ConfigError
 if TYPE_CHECKING:
     from torch_strata._types import RunInfo
 
-__all__ = ["SaveOrder", "check_step", "folder_of", "make_order"]
+__all__ = ["SaveOrder", "check_name", "check_step", "folder_of", "make_order"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,11 @@ def make_order(
     *,
     overwrite: bool,
 ) -> SaveOrder:
+    """What is to be saved, see `SaveOrder`.
+
+    Raises:
+        ConfigError: If an argument cannot be used.
+    """
     kind = _check_type(checkpoint_type)
     if type(epoch) is not int or not 0 <= epoch < 1 << 63:
         raise ConfigError(f"epoch: expected an int from 0 to 2**63 - 1, found {epoch!r}")
@@ -72,18 +77,32 @@ def make_order(
 
 
 def check_step(step: object) -> int:
+    """`step`, if it is one.
+
+    Raises:
+        ConfigError: If it is not.
+    """
     if type(step) is not int or not 0 <= step < 1 << 63:
         raise ConfigError(f"step: expected an int from 0 to 2**63 - 1, found {step!r}")
     return step
 
 
 def check_name(who: object) -> None:
+    """Refuse what cannot be the name of a holder.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
     if not _is_text(who) or not who or "/" in str(who):
         raise ConfigError(f"who: expected a name without a slash, found {who!r}")
 
 
 def folder_of(step: object, checkpoint_type: CheckpointType | str) -> str:
-    """Name, below the run's root, of the folder of such a checkpoint."""
+    """Name, below the run's root, of the folder of such a checkpoint.
+
+    Raises:
+        ConfigError: If there are no such checkpoints.
+    """
     return _native.run_folder(check_step(step), _check_type(checkpoint_type).value)
 
 

@@ -1,7 +1,7 @@
 """Shows how a transfer goes: a bar at a terminal, and lines in the log. Never fails what it shows.
 
-A thread of its own looks, a few times a second, at counters that the Rust core keeps; the one that saves or loads waits
-in Rust meanwhile. Without a bar and without a logger that wants to know there is no such thread.
+A thread of its own looks, a few times a second, at counters that the Rust core keeps. Without a bar and without a
+logger that wants to know there is no such thread.
 """
 
 import logging
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torch_strata.checkpoint._watching import watching
 from torch_strata.checkpoint.store_stats import StoreStats
 
 __all__ = ["in_words", "shown", "wants_bar"]
@@ -70,27 +71,21 @@ def shown(doing: str, where: str, look: Look, store: Callable[[], StoreStats], *
         yield
         return
     lines = _Lines(doing, where, look, store)
-    over = threading.Event()
+    drawn = _Bar(doing, where) if bar else None
 
-    def watch() -> None:
-        drawn = _Bar(doing, where) if bar else None
-        while not over.wait(_LOOK_EVERY_SECONDS):
-            lines.look_again()
-            if drawn is not None:
-                drawn.draw(*look())
+    def look_again() -> None:
+        lines.look_again()
         if drawn is not None:
-            drawn.close(*look())
+            drawn.draw(*look())
 
-    thread = threading.Thread(target=watch, name="strata-progress")
     ending = "ended early"
     try:
-        thread.start()  # where Ctrl-C may come, after which nobody else would end it
-        yield
+        with watching(look_again, every_seconds=_LOOK_EVERY_SECONDS):
+            yield
         ending = "moved"
     finally:
-        over.set()
-        if thread.is_alive():
-            thread.join()
+        if drawn is not None:
+            drawn.close(*look())
         lines.last(ending)
 
 

@@ -20,7 +20,7 @@ from torch_strata.checkpoint._items import NativeItems
 from torch_strata.checkpoint._opened import open_checkpoint
 from torch_strata.checkpoint._order import SaveOrder
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
-from torch_strata.checkpoint._store import open_store
+from torch_strata.checkpoint._store import open_store, place_below
 from torch_strata.checkpoint.alarms import in_words
 from torch_strata.checkpoint.copying import Destination, commit_content
 from torch_strata.checkpoint.handle import UnseenSaves
@@ -68,8 +68,7 @@ class RunWriter(StrataWriter):
         record: RunRecord,
         on_torn: OnTorn,
         config: StorageConfig,
-        compress: bool = False,
-        **settings: Any,
+        compress: bool,
     ) -> None:
         self._root, self._run, self._order = root, run, order
         self._claim, self.unseen = claim, unseen
@@ -77,7 +76,7 @@ class RunWriter(StrataWriter):
         self._compress = compress and order.checkpoint_type.is_whole
         self._parent: str | None = None
         self._rewrites = False
-        super().__init__(f"{root.rstrip('/')}/{order.folder}", config=config, run_root=root, **settings)
+        super().__init__(place_below(root, order.folder), config=config, run_root=root, overwrite=True)
 
     def copy_state(self, state_dict: dict[str, Any], *, last: Assignment | None = None) -> StagedState | StagedFuture:
         """As the writer's own.
@@ -104,9 +103,10 @@ class RunWriter(StrataWriter):
             order = self._order
             parent = self._run.check_new(order.step, order.checkpoint_type.value, overwrite=order.overwrite)
             self._record.learn_newest(self._run, order)
-            self._parent = parent if order.checkpoint_type is CheckpointType.INCREMENTAL else None
-            if self._compress and order.checkpoint_type is CheckpointType.INCREMENTAL:
-                self._bound_chain()
+            if order.checkpoint_type is CheckpointType.INCREMENTAL:
+                self._parent = parent
+                if self._compress:
+                    self._bound_chain()
         prepared = super().prepare_local_plan(plan)
         if self._commits:
             self._run.hold(self._generation())
@@ -150,9 +150,10 @@ class RunWriter(StrataWriter):
         return items.write(store, rank=rank, save_id=save_id, parent=None, transfer=transfer)
 
     def _open_parent(self, folder: str) -> _native.Parent | None:
-        place = f"{self._root.rstrip('/')}/{folder}"
         try:
-            return _native.Parent.open(open_store(place, self._config), folder, encode=self._compress)
+            return _native.Parent.open(
+                open_store(place_below(self._root, folder), self._config), folder, encode=self._compress
+            )
         except StrataError as error:
             _logger.warning("%s: %s: %s; everything is written", self.checkpoint_id, type(error).__name__, error)
             return None

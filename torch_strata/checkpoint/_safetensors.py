@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch_strata import _native
-from torch_strata.checkpoint._dtypes import dtype_named
+from torch_strata.checkpoint._dtypes import PAIRS, dtype_named, known_dtypes
+from torch_strata.checkpoint._paths import encode_fqn
 from torch_strata.checkpoint._unpickle import check_object_path
 from torch_strata.errors import CheckpointError, CorruptionError, ManifestError, ObjectNotFoundError
 
@@ -47,30 +48,8 @@ _HEADERS_AT_ONCE = 16
 # What torch can count.
 _MAX_EXTENT = (1 << 63) - 1
 
-# Bits of an element and torch's name, for each dtype that safetensors 0.8 hands to torch.
-_DTYPES = {
-    "BOOL": (8, "bool"),
-    "U8": (8, "uint8"),
-    "I8": (8, "int8"),
-    "U16": (16, "uint16"),
-    "I16": (16, "int16"),
-    "U32": (32, "uint32"),
-    "I32": (32, "int32"),
-    "U64": (64, "uint64"),
-    "I64": (64, "int64"),
-    "F16": (16, "float16"),
-    "BF16": (16, "bfloat16"),
-    "F32": (32, "float32"),
-    "F64": (64, "float64"),
-    "C64": (64, "complex64"),
-    "F8_E4M3": (8, "float8_e4m3fn"),
-    "F8_E5M2": (8, "float8_e5m2"),
-    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
-    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
-    "F8_E8M0": (8, "float8_e8m0fnu"),
-    # Shapes count elements in the file, pairs of them in torch.
-    "F4": (4, "float4_e2m1fn_x2"),
-}
+# By their names there: what safetensors 0.8 hands to torch.
+_DTYPES = {row.safetensors: row for row in known_dtypes() if row.safetensors is not None}
 # Where torch's HuggingFaceStorageWriter says which part of a tensor a file holds.
 _SHARDING_INFO = "DCP_SHARDING_INFO"
 
@@ -142,7 +121,7 @@ def open_safetensors_file(
 def _opened(
     store: _native.Store, chosen: Sequence[tuple[str, PlainTensor]]
 ) -> "tuple[_native.Checkpoint, list[TensorEntry]]":
-    plain = [(_encode(t.fqn), name, t.offset, t.num_bytes, t.dtype, t.shape) for name, t in chosen]
+    plain = [(encode_fqn(t.fqn), name, t.offset, t.num_bytes, t.dtype, t.shape) for name, t in chosen]
     return _native.Checkpoint.plain(store, plain), [_entry(tensor) for _, tensor in chosen]
 
 
@@ -184,7 +163,7 @@ def why_not_safetensors(name: str, dtype: str, shape: Sequence[int]) -> str | No
     """
     if dtype_named(dtype).safetensors is None:
         return f"the dtype {dtype}"
-    if dtype == "float4_e2m1fn_x2" and not shape:
+    if dtype == PAIRS and not shape:
         return "a pair of 4-bit numbers without a dim"
     try:
         name.encode("utf-8")
@@ -230,13 +209,9 @@ def _indexed(
     return [(name, by_name[name][fqn]) for fqn, name in file_of.items()]
 
 
-def _encode(fqn: str) -> bytes:
-    return fqn.encode("utf-8", "surrogatepass")
-
-
 def _entry(tensor: PlainTensor) -> "TensorEntry":
     shape, first = tensor.shape, (0,) * len(tensor.shape)
-    return (_encode(tensor.fqn), True, tensor.dtype, shape, None, False, False, 0, "strided", [first], [shape])
+    return (encode_fqn(tensor.fqn), True, tensor.dtype, shape, None, False, False, 0, "strided", [first], [shape])
 
 
 def _read_index(store: _native.Store, size: int, where: str) -> dict[str, str]:
@@ -332,12 +307,14 @@ def _tensor(fqn: str, info: Any, first: int, file_bytes: int, where: str) -> Pla
         found = f"{offsets!r:.100} of {file_bytes - first} bytes"
         raise ManifestError(f"{where}: data_offsets {found} lie outside the file")
     begin, end = offsets
-    bits, name = _DTYPES[dtype]
+    stored = _DTYPES[dtype]
+    per_byte = 2 if stored.name == PAIRS else 1
+    bits = 8 * stored.num_bytes // per_byte
     if not _fills(shape, bits, end - begin):
         raise ManifestError(f"{where}: {dtype} of shape {shape!r:.100} does not fill exactly {end - begin} bytes")
-    if bits < 8:
-        shape = _packed(shape, 8 // bits, where)
-    return PlainTensor(fqn, first + begin, end - begin, name, tuple(shape))
+    if per_byte > 1:
+        shape = _packed(shape, per_byte, where)
+    return PlainTensor(fqn, first + begin, end - begin, stored.name, tuple(shape))
 
 
 def _are_counts(values: Any) -> TypeGuard[list[int]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch_strata import _native
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._opened import Opened, metadata_name
+from torch_strata.checkpoint._paths import encode_fqn
 from torch_strata.checkpoint._planner_data import decode_planner_data
 from torch_strata.checkpoint._safetensors import INDEX_NAME, parse_index
 from torch_strata.checkpoint._unpickle import StockMetadata, load_stock_metadata, same_plain
@@ -130,7 +131,7 @@ def _differences(opened: Opened, stock: StockMetadata) -> Iterator[str]:
     yield from _unequal("state_dict_metadata", expected, found)
     placed = {(fqn, _tuple(offsets)): rest for fqn, offsets, *rest in opened.native.items()}
     named = {
-        (item.fqn.encode("utf-8", "surrogatepass"), item.offsets): [
+        (encode_fqn(item.fqn), item.offsets): [
             *(item.index, item.relative_path, item.offset, item.length),
             *item.transforms,
         ]

@@ -8,7 +8,7 @@ from torch_strata import _native
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError
 
-__all__ = ["check_flag", "is_place", "open_store", "resolve_config"]
+__all__ = ["check_flag", "is_below", "is_place", "open_store", "place_below", "resolve_config", "resolve_configs"]
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -36,6 +36,31 @@ def resolve_config(config: StorageConfig | None, storage_options: Mapping[str, s
         raise ConfigError(f"storage_options: expected a mapping of str to str, found a {kind}") from error
 
 
+def resolve_configs(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    config: StorageConfig | None,
+    storage_options: Mapping[str, str] | None,
+    to_options: Mapping[str, str] | None = None,
+) -> tuple[StorageConfig, StorageConfig]:
+    """The settings to use for two places: as `resolve_config`, but that `to_options` are the second's own if given.
+
+    Local places have no options.
+
+    Raises:
+        ConfigError: If a setting is of the wrong type.
+    """
+    settings = resolve_config(config, storage_options)
+    own = settings if to_options is None else resolve_config(replace(settings, storage_options={}), to_options)
+    return _for(first, settings), _for(second, own)
+
+
+def _for(place: str | os.PathLike[str], settings: StorageConfig) -> StorageConfig:
+    scheme, separator, _ = os.fspath(place).partition("://")
+    is_local = not separator or scheme == "file"
+    return replace(settings, storage_options={}) if is_local else settings
+
+
 def open_store(place: str | os.PathLike[str], config: StorageConfig) -> _native.Store:
     """A store at a local path or URL. Opens nothing yet.
 
@@ -53,6 +78,11 @@ def open_store(place: str | os.PathLike[str], config: StorageConfig) -> _native.
         max_tries=config.max_tries,
         deadline_s=config.deadline.total_seconds(),
     )
+
+
+def place_below(root: str | os.PathLike[str], name: str) -> str:
+    """The place of what is called `name` in the place `root`."""
+    return f"{os.fspath(root).rstrip('/')}/{name}"
 
 
 def is_below(place: str | os.PathLike[str], root: str | os.PathLike[str]) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-__all__ = ["ListNames", "Path", "StoredDict", "StoredList", "entry_paths"]
+from torch_strata.checkpoint._paths import Path
 
-Path = tuple[str | int, ...]
+__all__ = ["ListNames", "StoredDict", "StoredList", "entry_paths"]
 
 
 class StoredList(BytesStorageMetadata):

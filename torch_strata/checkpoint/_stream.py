@@ -30,7 +30,7 @@ class ObjectStream:
         self._pool = ThreadPoolExecutor(1)
         self._sending: Future[None] | None = None
 
-    def write(self, data: Any, done: Callable[[int], None] | None = None) -> None:
+    def write(self, data: Any, done: Callable[[int], object] | None = None) -> None:
         """Take more bytes. Blocks while the part before the last is sent.
 
         Raises:

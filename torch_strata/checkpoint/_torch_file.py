@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch_strata import _native
-from torch_strata.checkpoint._content import Content, Path, Piece, Tensor
+from torch_strata.checkpoint._content import Content, Piece, Tensor
 from torch_strata.checkpoint._dtypes import dtype_named
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._keys import keys_of, noted
+from torch_strata.checkpoint._paths import Path, dotted, encode_fqn
 from torch_strata.checkpoint._torch_pickle import Storage, TensorRef, dump, load
 from torch_strata.checkpoint._torch_zip import TorchZip
 from torch_strata.errors import CheckpointError, CorruptionError
@@ -152,7 +153,7 @@ def open_torch_file(store: _native.Store, name: str, where: str) -> Content:
     starts = _starts(store, name, archive, {leaf.storage for leaf in found.values()})
     native = _native.Checkpoint.plain(store, [_plain(fqn, leaf, name, starts) for fqn, leaf in found.items()])
     firsts = [(0,) if _needs_gather(leaf) else _zeros(leaf) for leaf in found.values()]
-    rows, _, _ = native.locate([_encode(fqn) for fqn in found], list(range(len(firsts))), firsts)
+    rows, _, _ = native.locate([encode_fqn(fqn) for fqn in found], list(range(len(firsts))), firsts)
     tensors = {fqn: _tensor(fqn, leaf, row) for (fqn, leaf), row in zip(found.items(), rows, strict=True)}
     values: dict[str, int | bytes] = {}
     for fqn, (_, leaf) in leaves.items():
@@ -176,7 +177,7 @@ def flatten(state: Mapping[Any, Any], where: str) -> dict[str, tuple[Path, Any]]
     leaves: dict[str, tuple[Path, Any]] = {}
     try:
         for path, leaf in _Walk(where).leaves((), state):
-            fqn = ".".join(map(str, path))
+            fqn = dotted(path)
             if fqn in leaves:
                 raise CheckpointError(f"{where}: two values have the key {fqn!r:.200}")
             leaves[fqn] = path, leaf
@@ -265,7 +266,7 @@ def _header_bytes(archive: _Archive, header: bytes) -> int:
 def _plain(fqn: str, leaf: TensorRef, name: str, starts: Mapping[Storage, int]) -> tuple[Any, ...]:
     item = dtype_named(leaf.dtype).num_bytes
     shape = (leaf.span,) if _needs_gather(leaf) else leaf.shape
-    return _encode(fqn), name, starts[leaf.storage] + leaf.offset * item, leaf.span * item, leaf.dtype, shape
+    return encode_fqn(fqn), name, starts[leaf.storage] + leaf.offset * item, leaf.span * item, leaf.dtype, shape
 
 
 def _needs_gather(leaf: TensorRef) -> bool:
@@ -279,14 +280,10 @@ def _zeros(leaf: TensorRef) -> tuple[int, ...]:
 def _tensor(fqn: str, leaf: TensorRef, row: int) -> Tensor:
     first = _zeros(leaf)
     entry = (
-        *(_encode(fqn), True, leaf.dtype, leaf.shape, None, leaf.requires_grad, False, 0, "strided"),
+        *(encode_fqn(fqn), True, leaf.dtype, leaf.shape, None, leaf.requires_grad, False, 0, "strided"),
         [first],
         [leaf.shape],
     )
     gathered = leaf.strides if _needs_gather(leaf) else None
     piece = Piece(row=row, offsets=first, shape=leaf.shape, strides=leaf.strides, gathered=gathered)
     return Tensor(fqn=fqn, entry=entry, dtype=leaf.dtype, shape=leaf.shape, pieces=(piece,))
-
-
-def _encode(fqn: str) -> bytes:
-    return fqn.encode("utf-8", "surrogatepass")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from torch_strata.checkpoint._leaves import LISTS, MAPPINGS, Leaves, Path
+from torch_strata.checkpoint._leaves import LISTS, MAPPINGS, Leaves
+from torch_strata.checkpoint._paths import Path, dotted
 from torch_strata.checkpoint._tensors import PLAIN_TYPES
 
 __all__ = ["StaleAlarm", "TensorWatch", "changed_values", "in_words"]
@@ -100,7 +101,7 @@ def _compare(now: Any, copied: Any, path: Path, found: list[str]) -> None:
 
 
 def _name(path: Path) -> str:
-    return ".".join(map(str, path)) or "the state"
+    return dotted(path) or "the state"
 
 
 def in_words(names: Sequence[str]) -> str:

@@ -43,16 +43,6 @@ class CheckpointHandle:
         """What the save did on this rank; None before it has ended, and if it failed."""
         return self._handle.stats
 
-    @property
-    def is_seen(self) -> bool:
-        """Whether somebody has asked how it ended, and has been told."""
-        return self._handle.is_seen
-
-    @property
-    def matters(self) -> bool:
-        """Whether it goes on, or has failed so that somebody must be told and nobody has been."""
-        return self._handle.matters
-
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
         return self._handle.done()

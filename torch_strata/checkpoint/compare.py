@@ -11,9 +11,9 @@ import numpy as np
 from torch_strata.checkpoint._boxes import Box
 from torch_strata.checkpoint._content import Content, Progress, Tensor
 from torch_strata.checkpoint._dtypes import as_floats, dtype_named
+from torch_strata.checkpoint._store import resolve_configs
 from torch_strata.checkpoint._torch_file import load_value
 from torch_strata.checkpoint._torch_pickle import dump
-from torch_strata.checkpoint._two_places import TwoPlaces
 from torch_strata.checkpoint.copying import open_content
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError
@@ -99,8 +99,8 @@ def compare(
         CorruptionError: If what is read is damaged.
         StorageError: If a store fails.
     """
-    settings = TwoPlaces.of(a, b, config, storage_options)
-    return compare_contents(open_content(a, settings.source), open_content(b, settings.destination), progress)
+    config_a, config_b = resolve_configs(a, b, config, storage_options)
+    return compare_contents(open_content(a, config_a), open_content(b, config_b), progress)
 
 
 def compare_contents(first: Content, second: Content, progress: Progress | None = None) -> Comparison:

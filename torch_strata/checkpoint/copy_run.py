@@ -1,18 +1,16 @@
 """Copies the checkpoints of a run to another root, references kept. Imports no torch."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_strata import _native
 from torch_strata.checkpoint._content import Content, Progress, content_of
 from torch_strata.checkpoint._generation import newest_generation
 from torch_strata.checkpoint._opened import open_checkpoint
-from torch_strata.checkpoint._store import open_store
-from torch_strata.checkpoint._two_places import TwoPlaces
+from torch_strata.checkpoint._store import open_store, place_below, resolve_configs
 from torch_strata.checkpoint.compare import compare_contents
-from torch_strata.checkpoint.copying import Destination, write_content
-from torch_strata.checkpoint.run import CheckpointType, ListedCheckpoint, open_run
+from torch_strata.checkpoint.copying import CopyReport, Destination, write_content
+from torch_strata.checkpoint.run import CheckpointType, ListedCheckpoint, listed_in, open_run
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointExistsError, CheckpointNotFoundError
 
@@ -46,7 +44,6 @@ def copy_run(
     storage_options: Mapping[str, str] | None = None,
     to_options: Mapping[str, str] | None = None,
     progress: Progress | None = None,
-    said: Callable[[str], None] | None = None,
 ) -> CopiedRun:
     """Copy every committed checkpoint below a root, ascending by step; can be called again after a failure.
 
@@ -61,7 +58,6 @@ def copy_run(
         storage_options: The source's own settings; win over those of `config`.
         to_options: The destination's own settings; those of the source if not given. Local stores have none.
         progress: Told of bytes that are written.
-        said: Told of each folder before it is copied.
 
     Raises:
         CheckpointNotFoundError: If no checkpoint is below the root.
@@ -70,55 +66,52 @@ def copy_run(
         StaleGenerationError: If a run claims the destination meanwhile.
         StorageError: If a store fails.
     """
-    both = TwoPlaces.of(source, destination, config, storage_options, to_options)
-    settings, to_settings = both.source, both.destination
-    listed = [ListedCheckpoint.of_native(raw) for raw in open_run(source, settings).catalog()]
-    listed.sort(key=lambda one: (one.metadata is None, one.metadata.step if one.metadata else 0, one.folder))
+    config, to_config = resolve_configs(source, destination, config, storage_options, to_options)
+    listed = listed_in(open_run(source, config))
     passed_over = {one.folder: why for one in listed if (why := _passed_over(one)) is not None}
     wanted = [one for one in listed if one.folder not in passed_over]
     if not wanted:
         raise CheckpointNotFoundError(f"no committed checkpoint below {source}")
-    root = open_store(destination, to_settings)
+    root = open_store(destination, to_config)
     generation = newest_generation(root)
-    copied, found = [], []
-    payload_bytes = referred_bytes = 0
-    parent: str | None = None
+    reports: dict[str, CopyReport] = {}
+    found = []
+    whole: str | None = None
     for one in wanted:
-        if said is not None:
-            said(one.folder)
-        place = _join(source, one.folder)
-        opened = open_checkpoint(open_store(place, settings), place, rank=None)
-        content = content_of(opened)
-        target = _join(destination, one.folder)
+        content = _open(place_below(source, one.folder), config)
+        target = place_below(destination, one.folder)
         kind = None if one.metadata is None else one.metadata.checkpoint_type
-        if _is_there(target, to_settings, content):
+        if _is_there(target, to_config, content):
             found.append(one.folder)
         else:
-            refers = kind is CheckpointType.INCREMENTAL and parent is not None
+            refers_to = whole if kind is CheckpointType.INCREMENTAL else None
             to = Destination(
                 place=target,
-                config=to_settings,
-                run_info=opened.native.run,
+                config=to_config,
+                run_info=content.native.run,
                 run_root=root,
                 generation=generation,
-                as_safetensors=opened.native.has_safetensors,
-                parent=_native.Parent.open(open_store(_join(destination, parent), to_settings), parent)
-                if refers and parent is not None
-                else None,
+                parent=None if refers_to is None else _open_parent(destination, refers_to, to_config),
+                as_safetensors=content.native.has_safetensors,
             )
-            report = write_content(content, to, progress)
-            payload_bytes += report.payload_bytes
-            referred_bytes += report.referred_bytes
-            copied.append(one.folder)
+            reports[one.folder] = write_content(content, to, progress)
         if kind is not None and kind.is_whole:
-            parent = one.folder
+            whole = one.folder
     return CopiedRun(
-        copied=tuple(copied),
+        copied=tuple(reports),
         found=tuple(found),
         passed_over=passed_over,
-        payload_bytes=payload_bytes,
-        referred_bytes=referred_bytes,
+        payload_bytes=sum(report.payload_bytes for report in reports.values()),
+        referred_bytes=sum(report.referred_bytes for report in reports.values()),
     )
+
+
+def _open(place: str, config: StorageConfig) -> Content:
+    return content_of(open_checkpoint(open_store(place, config), place, rank=None))
+
+
+def _open_parent(root: str, folder: str, config: StorageConfig) -> _native.Parent:
+    return _native.Parent.open(open_store(place_below(root, folder), config), folder)
 
 
 def _passed_over(one: ListedCheckpoint) -> str | None:
@@ -131,15 +124,11 @@ def _passed_over(one: ListedCheckpoint) -> str | None:
     return "the run was taken back behind it" if one.is_abandoned else None
 
 
-def _join(root: str | os.PathLike[str], folder: str) -> str:
-    return f"{os.fspath(root).rstrip('/')}/{folder}"
-
-
 def _is_there(target: str, config: StorageConfig, content: Content) -> bool:
     try:
-        opened = open_checkpoint(open_store(target, config), target, rank=None)
+        there = _open(target, config)
     except CheckpointNotFoundError:
         return False
-    if compare_contents(content, content_of(opened)).is_equal:
+    if compare_contents(content, there).is_equal:
         return True
     raise CheckpointExistsError(f"another checkpoint already exists at {target}")

@@ -15,12 +15,12 @@ from torch_strata.checkpoint._boxes import Box, contiguous, parts_of
 from torch_strata.checkpoint._content import BATCH_BYTES, Content, Piece, Progress, Tensor, content_of
 from torch_strata.checkpoint._entries import pack_entries
 from torch_strata.checkpoint._opened import open_checkpoint, opened_safetensors
+from torch_strata.checkpoint._paths import encode_fqn
 from torch_strata.checkpoint._planner_data import encode_planner_data
 from torch_strata.checkpoint._safetensors import holds_safetensors, open_safetensors_file
 from torch_strata.checkpoint._stock_pickle import stock_parts
-from torch_strata.checkpoint._store import open_store
+from torch_strata.checkpoint._store import open_store, resolve_configs
 from torch_strata.checkpoint._torch_file import open_torch_file
-from torch_strata.checkpoint._two_places import TwoPlaces
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
@@ -116,11 +116,11 @@ def copy_checkpoint(
         CorruptionError: If what is read is damaged; nothing is committed then.
         StorageError: If a store fails.
     """
-    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
-    opened = open_checkpoint(open_store(source, settings.source), source, rank=rank)
+    config, to_config = resolve_configs(source, destination, config, storage_options, to_options)
+    opened = open_checkpoint(open_store(source, config), source, rank=rank)
     to = Destination(
         place=os.fspath(destination),
-        config=settings.destination,
+        config=to_config,
         overwrite=overwrite,
         run_info=opened.native.run,
         as_safetensors=opened.native.has_safetensors and not for_stock,
@@ -158,9 +158,9 @@ def import_checkpoint(
     Raises:
         As `copy_checkpoint`.
     """
-    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
-    to = Destination(place=os.fspath(destination), config=settings.destination, overwrite=overwrite)
-    return write_content(open_content(source, settings.source), to, progress)
+    config, to_config = resolve_configs(source, destination, config, storage_options, to_options)
+    to = Destination(place=os.fspath(destination), config=to_config, overwrite=overwrite)
+    return write_content(open_content(source, config), to, progress)
 
 
 def open_content(source: str | os.PathLike[str], config: StorageConfig, *, rank: int | None = None) -> Content:
@@ -230,23 +230,12 @@ def commit_content(
     if content.planner_data is not None and not content.paths and content.order:
         raise CheckpointError(f"{content.where}: its planner_data is not DCP's own mapping of keys to paths")
     save_id = uuid.uuid4().hex
-    records: list[bytes] = []
-    done = progress or (lambda num_bytes: None)
     stock = None
     if not to.as_safetensors:
         stock = stock_parts(content.planner_data, checkpoint_id=to.place, save_id=save_id)
     try:
-        if to.as_safetensors:
-            write = _native.rewrite_safetensors
-            records.append(write(content.native, store, save_id=save_id, transfer=_native.Transfer()))
-            done(sum(tensor.num_bytes for tensor in content.tensors.values()))
-            entries = _whole_entries(content)
-        else:
-            plan = _Plan(content)
-            for items, num_bytes in plan.batches():
-                records.append(items.write(store, rank=len(records), save_id=save_id, parent=to.parent))
-                done(num_bytes)
-            entries = plan.entries()
+        write = _write_whole if to.as_safetensors else _write_pieces
+        records, entries = write(content, to, store, save_id, progress or (lambda num_bytes: None))
         stats = _native.commit(
             store,
             base,
@@ -268,6 +257,27 @@ def commit_content(
     return save_id, stats
 
 
+def _write_whole(
+    content: Content, to: Destination, store: _native.Store, save_id: str, done: Progress
+) -> "tuple[list[bytes], list[TensorEntry]]":
+    """Write each tensor whole, into files of safetensors; the record, and what the index says of the keys."""
+    record = _native.rewrite_safetensors(content.native, store, save_id=save_id, transfer=_native.Transfer())
+    done(sum(tensor.num_bytes for tensor in content.tensors.values()))
+    return [record], _whole_entries(content)
+
+
+def _write_pieces(
+    content: Content, to: Destination, store: _native.Store, save_id: str, done: Progress
+) -> "tuple[list[bytes], list[TensorEntry]]":
+    """Write each tensor in the pieces in which it is stored; the records, and what the index says of the keys."""
+    plan = _Plan(content)
+    records: list[bytes] = []
+    for items, num_bytes in plan.batches():
+        records.append(items.write(store, rank=len(records), save_id=save_id, parent=to.parent))
+        done(num_bytes)
+    return records, plan.entries()
+
+
 def _whole_entries(content: Content) -> "list[TensorEntry]":
     """What the index says of keys whose tensors are stored whole."""
     found: list[TensorEntry] = []
@@ -281,7 +291,7 @@ def _whole_entries(content: Content) -> "list[TensorEntry]":
 
 
 def _value_entry(fqn: str) -> "TensorEntry":
-    return fqn.encode("utf-8", "surrogatepass"), False, "", (), None, False, False, 0, "", [], []
+    return encode_fqn(fqn), False, "", (), None, False, False, 0, "", [], []
 
 
 def _said(to: Destination) -> "RunInfo | None":
@@ -314,7 +324,7 @@ class _Items:
     def add(self, fqn: str, index: int, template: _Template, address: int, keeper: Any) -> None:
         """Add one; `keeper`: of the memory, or the bytes of what is no plain tensor."""
         number = self.templates.setdefault(template, len(self.templates))
-        self.rows.append((fqn.encode("utf-8", "surrogatepass"), index, number, address, keeper))
+        self.rows.append((encode_fqn(fqn), index, number, address, keeper))
 
     def write(self, store: _native.Store, *, rank: int, save_id: str, parent: _native.Parent | None) -> bytes:
         """Write them; the record of `rank`."""

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch_strata import _native
 from torch_strata.checkpoint._boxes import contiguous
-from torch_strata.checkpoint._content import Content, Path, Progress, Tensor
-from torch_strata.checkpoint._dtypes import dtype_named
+from torch_strata.checkpoint._content import Content, Progress, Tensor
+from torch_strata.checkpoint._dtypes import PAIRS, dtype_named
 from torch_strata.checkpoint._keys import KEYS_KEY, Keys
+from torch_strata.checkpoint._paths import Path, dotted, nested
 from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors, why_not_safetensors
-from torch_strata.checkpoint._store import open_store
+from torch_strata.checkpoint._store import open_store, resolve_configs
 from torch_strata.checkpoint._stream import ObjectStream
 from torch_strata.checkpoint._torch_file import load_value
 from torch_strata.checkpoint._torch_pickle import Storage, TensorRef, dump
 from torch_strata.checkpoint._torch_zip import TorchZip, archive_bytes
-from torch_strata.checkpoint._two_places import TwoPlaces
 from torch_strata.checkpoint.copying import open_content, split_place
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointError, CheckpointExistsError, ObjectNotFoundError, StorageError
@@ -94,10 +94,10 @@ def export_safetensors(
         CorruptionError: If what is read is damaged; what was written is removed.
         StorageError: If a store fails.
     """
-    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
-    content = open_content(source, settings.source, rank=rank)
+    config, to_config = resolve_configs(source, destination, config, storage_options, to_options)
+    content = open_content(source, config, rank=rank)
     content.check_state()
-    store = open_store(destination, settings.destination)
+    store = open_store(destination, to_config)
     _check_free(store, os.fspath(destination))
     chosen = _choose(content, key)
     tensors = [(item.name, content.tensors[item.fqn]) for item in chosen if item.fqn in content.tensors]
@@ -155,16 +155,16 @@ def export_torch(
             nothing is written then.
         CheckpointNotFoundError, CorruptionError, StorageError: As `export_safetensors`.
     """
-    settings = TwoPlaces.of(source, destination, config, storage_options, to_options)
-    content = open_content(source, settings.source, rank=rank)
+    config, to_config = resolve_configs(source, destination, config, storage_options, to_options)
+    content = open_content(source, config, rank=rank)
     content.check_state()
     folder, name = split_place(destination)
-    store = open_store(folder, settings.destination)
+    store = open_store(folder, to_config)
     with suppress(ObjectNotFoundError):
         store.size(name)
         raise CheckpointExistsError(f"{os.fspath(destination)} already exists")
     chosen = _choose(content, key)
-    state = _nested(content, chosen)
+    state = _state(content, chosen)
     keys = _keys(content)
     keys = keys if key is None else keys.below(key)
     keys.give_back(state, [()])
@@ -195,7 +195,7 @@ def _choose(content: Content, key: str | None) -> list[_Chosen]:
         if not fqn.startswith(f"{key}."):
             continue
         name, path = fqn[len(key) + 1 :], content.path_of(fqn)
-        heads = [at for at in range(1, len(path)) if ".".join(map(str, path[:at])) == key]
+        heads = [at for at in range(1, len(path)) if dotted(path[:at]) == key]
         chosen.append(_Chosen(fqn, name, path[heads[0] :] if heads else (name,)))
     if not chosen:
         raise CheckpointError(f"{content.where}: nothing is below the key {key!r:.200}")
@@ -244,7 +244,7 @@ def _write_safetensors(
     at = 0
     for key, tensor in ordered:
         shape = list(tensor.shape)
-        if tensor.dtype == "float4_e2m1fn_x2":
+        if tensor.dtype == PAIRS:
             shape[-1] *= 2
         end = at + tensor.num_bytes
         header[key] = {"dtype": tensor.layout.safetensors, "shape": shape, "data_offsets": [at, end]}
@@ -265,19 +265,18 @@ def _write_safetensors(
         raise
 
 
-def _nested(content: Content, chosen: Sequence[_Chosen]) -> dict[str, Any]:
+def _state(content: Content, chosen: Sequence[_Chosen]) -> Any:
     """The state with tensors as references: what torch.save would have been given."""
     storages: dict[tuple[Any, ...], Storage] = {}
-    root: dict[str, Any] = {}
     values = content.read_values(item.fqn for item in chosen if item.fqn not in content.tensors)
-    for item in chosen:
-        tensor = content.tensors.get(item.fqn)
+
+    def value_of(fqn: str) -> Any:
+        tensor = content.tensors.get(fqn)
         if tensor is None:
-            value = load_value(next(values)[1], f"{content.where}: {item.fqn!r:.200}")
-        else:
-            value = _reference(content, tensor, storages)
-        _set(root, item, value, content.where)
-    return root
+            return load_value(next(values)[1], f"{content.where}: {fqn!r:.200}")
+        return _reference(content, tensor, storages)
+
+    return nested([(item.path, value_of(item.fqn)) for item in chosen], f"{content.where}: planner_data")
 
 
 def _keys(content: Content) -> Keys:
@@ -299,28 +298,6 @@ def _reference(content: Content, tensor: Tensor, storages: dict[tuple[Any, ...],
     key = tuple((piece.row, piece.offsets, piece.gathered) for piece in tensor.pieces), tensor.shape
     storage = storages.setdefault(key, Storage("", tensor.dtype if typed else None, count, tensor))
     return TensorRef(storage, tensor.dtype, 0, tensor.shape, contiguous(tensor.shape), tensor.entry[5])
-
-
-def _set(root: Any, item: _Chosen, value: Any, where: str) -> None:
-    """As DCP's set_element: a path's text is a key of a dict, its number a position in a list."""
-    at = root
-    for part, after in zip(item.path, [*item.path[1:], None], strict=True):
-        fresh: Any = value if after is None else {} if isinstance(after, str) else []
-        if isinstance(at, dict):
-            at = at.setdefault(part, fresh)
-        elif isinstance(at, list) and isinstance(part, int) and 0 <= part < _LONGEST_LIST:
-            at.extend([None] * (part + 1 - len(at)))
-            if at[part] is None:
-                at[part] = fresh
-            at = at[part]
-        else:
-            raise CheckpointError(f"{where}: the path {item.path!r:.200} leads through a value")
-        if after is not None and not isinstance(at, dict | list):
-            raise CheckpointError(f"{where}: the path {item.path!r:.200} leads through a value")
-
-
-# A hostile position must not become a list of as many places.
-_LONGEST_LIST = 10_000_000
 
 
 def _counted(chunks: Any, progress: Progress | None) -> Any:

@@ -47,6 +47,7 @@ class SaveHandle:
     Attributes:
         path: Where it goes.
         stage_time: Time for which the caller was held up: the copy, and what had to be waited for before it.
+        raises: Whether a failure is raised, by `result` or by the next call; it is only logged if not.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class SaveHandle:
         self._transfer = transfer
         self._began = time.monotonic()
         self._future = future
-        self._raises = raises
+        self.raises = raises
         self._is_seen = False
         self._pid = os.getpid()
 
@@ -114,7 +115,7 @@ class SaveHandle:
         failure = self.exception(timeout)
         if failure is None:
             return self._future.result()
-        if self._raises or not isinstance(failure, Exception):
+        if self.raises or not isinstance(failure, Exception):
             raise failure
         return None
 
@@ -140,7 +141,7 @@ class SaveHandle:
     @property
     def matters(self) -> bool:
         """Whether it goes on, or has failed so that somebody must be told and nobody has been."""
-        return not self.done() or (self._raises and not self._is_seen and self.failure is not None)
+        return not self.done() or (self.raises and not self._is_seen and self.failure is not None)
 
 
 class UnseenSaves:
@@ -160,3 +161,11 @@ class UnseenSaves:
         for save in self._saves:
             if save.done() and (failure := save.exception()) is not None:
                 raise failure
+
+    def wait(self) -> None:
+        """Wait for all; raise what the first of which nobody has asked has failed at. By this all were asked for."""
+        untold = [save for save in self._saves if not save.is_seen]
+        failures = [failure for save in untold if (failure := save.exception()) is not None and save.raises]
+        self._saves = [save for save in self._saves if save.matters]
+        if failures:
+            raise failures[0]

@@ -23,22 +23,23 @@ from torch_strata.checkpoint._holds import held, release
 from torch_strata.checkpoint._keys import KEYS_KEY, KeyNotes
 from torch_strata.checkpoint._order import SaveOrder, check_step, folder_of, make_order
 from torch_strata.checkpoint._payload import Trusted
-from torch_strata.checkpoint._ranks import Ranks
+from torch_strata.checkpoint._ranks import DAMAGE, Ranks
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
 from torch_strata.checkpoint._run_settings import check_choice, check_span, check_store, policy_of, root_of
 from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
-from torch_strata.checkpoint._store import check_flag, open_store, resolve_config
+from torch_strata.checkpoint._store import check_flag, open_store, place_below, resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle, UnseenSaves
 from torch_strata.checkpoint.metrics import write_text
 from torch_strata.checkpoint.reader import checked_classes
-from torch_strata.checkpoint.restore import DAMAGE, plain, restore, set_aside
+from torch_strata.checkpoint.restore import held_by, plain, restore, set_aside
 from torch_strata.checkpoint.retention import Retention, best_of, best_policies
 from torch_strata.checkpoint.run import (
     CheckpointMetadata,
     CheckpointType,
     ListedCheckpoint,
+    listed_in,
     open_run,
     what_else_there_is,
 )
@@ -111,10 +112,9 @@ class CheckpointManager:
         self._retention = policy_of(keep_count, retention)
         self._compress = check_flag("compress", compress)
         self._run = open_run(self._root, self._config, policy=self._retention)
-        self._group, self._no_dist = process_group, check_flag("no_dist", no_dist)
+        self._ranks = Ranks(process_group, no_dist=check_flag("no_dist", no_dist))
         check_span("timeout", timeout)
         check_choice("on_failure", on_failure, "raise", "continue")
-        self._ranks = Ranks(process_group, no_dist=no_dist)
         self._timeout, self._on_failure = timeout, on_failure
         if max_age is not None:
             check_span("max_age", max_age)
@@ -127,7 +127,6 @@ class CheckpointManager:
             "trusted_classes": checked_classes(trusted_classes),
         }
         self._claim, self._unseen = Claim(self._root, self._config), UnseenSaves()
-        self._handles: list[CheckpointHandle] = []
         self._notes = KeyNotes(self._root)
 
     @property
@@ -179,17 +178,14 @@ class CheckpointManager:
         except StrataError:
             self._record.note_refused(order)
             raise
-        self._handles = [known for known in self._handles if known.matters]
-        found = CheckpointHandle(handle, self._run, order)
-        self._handles.append(found)
         self._record.follow(handle, order)
-        return found
+        return CheckpointHandle(handle, self._run, order)
 
     def _save_bytes(self, data: bytes | bytearray | memoryview, order: SaveOrder) -> SaveHandle:
-        if not self._no_dist and (world_size() or 1) > 1:
+        if not self._ranks.no_dist and (world_size() or 1) > 1:
             raise ConfigError("bytes are saved by one process: pass no_dist=True on the one that does, or a state dict")
         taken = bytes(data)  # what can change is copied here; bytes are not
-        path, transfer = f"{self._root}/{order.folder}", _native.Transfer()
+        path, transfer = place_below(self._root, order.folder), _native.Transfer()
 
         def write() -> SaveStats:
             started = time.monotonic()
@@ -199,14 +195,19 @@ class CheckpointManager:
             )
             seconds = time.monotonic() - started
             retain(self._run, self._root, self._record)
+            saved = CheckpointMetadata.of_native(raw)
             return SaveStats(
-                save_id=raw[0], written_bytes=raw[4], own_bytes=raw[4], write_seconds=seconds, committed=True
+                save_id=saved.id,
+                written_bytes=saved.size_bytes,
+                own_bytes=saved.size_bytes,
+                write_seconds=seconds,
+                committed=True,
             )
 
         return in_turn(path, write, transfer, on_failure=self._on_failure, unseen=self._unseen)
 
     def _save_state(self, state: Any, order: SaveOrder) -> SaveHandle:
-        held = state.state_dict() if hasattr(state, "state_dict") and not isinstance(state, dict) else state
+        held = held_by(state)
         if not isinstance(held, dict):
             raise ConfigError(f"state: expected a state dict, a Stateful or bytes, found a {type(state).__name__}")
         key = order.checkpoint_type.key
@@ -214,12 +215,12 @@ class CheckpointManager:
             raise ConfigError(f"state: a checkpoint of type {order.checkpoint_type} needs the key {key!r}")
         if taken := held.keys() & {RNG_KEY, KEYS_KEY}:
             raise ConfigError(f"state: the key {taken.pop()!r} is the manager's own")
-        whole = plain(held if key is None else {key: held[key]})
-        whole |= self._notes.of(whole)
+        saved = plain(held if key is None else {key: held[key]})
+        saved |= self._notes.of(saved)
         if order.checkpoint_type.is_whole:
-            whole = {**whole, RNG_KEY: {str(self._ranks.number): capture_rng()}}
+            saved[RNG_KEY] = {str(self._ranks.number): capture_rng()}
         return async_save(
-            whole,
+            saved,
             storage_writer=RunWriter(
                 *(self._root, self._run, order),
                 claim=self._claim,
@@ -228,12 +229,11 @@ class CheckpointManager:
                 on_torn=self._on_torn,
                 config=self._config,
                 compress=self._compress,
-                overwrite=True,
             ),
             # A file of safetensors holds tensors whole.
             planner=StrataSavePlanner(whole_chunks=order.checkpoint_type is CheckpointType.MODEL_ONLY),
-            process_group=self._group,
-            no_dist=self._no_dist,
+            process_group=self._ranks.group,
+            no_dist=self._ranks.no_dist,
             timeout=self._timeout,
             on_failure=self._on_failure,
             step=order.step,
@@ -281,7 +281,9 @@ class CheckpointManager:
             if found is None:
                 raise next(reversed(tried.values())) if tried else self._none(which, self.listed())
             try:
-                return self._load(found, state, rng=rng)
+                return restore(
+                    found, self._run, state, ranks=self._ranks, rng=rng, config=self._config, **self._reading
+                )
             except (*DAMAGE, CheckpointNotFoundError) as error:
                 if which != "latest":
                     raise
@@ -291,8 +293,7 @@ class CheckpointManager:
 
     def latest(self) -> CheckpointMetadata | None:
         """The newest checkpoint to resume from. Looks at the store, on the rank that asks."""
-        whole = [found for found in self.all() if found.checkpoint_type.is_whole]
-        return whole[-1] if whole else None
+        return next(reversed(self._whole()), None)
 
     def best(self, metric: str | None = None) -> CheckpointMetadata | None:
         """The best checkpoint by the policy's KeepBest, or by the one for `metric` if there are several.
@@ -301,7 +302,7 @@ class CheckpointManager:
             ConfigError: If there is no such KeepBest in the policy, or more than one.
         """
         policy = best_of(self._retention, metric)
-        whole = [found for found in self.all() if found.checkpoint_type.is_whole]
+        whole = self._whole()
         at = policy.best_of([dict(found.metrics) for found in whole])
         return None if at is None else whole[at]
 
@@ -318,8 +319,8 @@ class CheckpointManager:
         return max((found.step for found in self._ranks.agree(self.all)), default=0) + 1
 
     def listed(self) -> list[ListedCheckpoint]:
-        """Every folder of the run, with what is the matter with it."""
-        return [ListedCheckpoint.of_native(raw) for raw in self._run.catalog()]
+        """Every folder of the run, with what is the matter with it; ascending by step, those of no known step last."""
+        return listed_in(self._run)
 
     def wait(self) -> None:
         """Wait for every save.
@@ -327,11 +328,7 @@ class CheckpointManager:
         Raises:
             StrataError: Why one failed, the first that did and of which nobody has asked.
         """
-        handles, self._handles = self._handles, []
-        unseen = [handle for handle in handles if not handle.is_seen]
-        failures = [failure for handle in unseen if (failure := handle.exception()) is not None]
-        if failures and self._on_failure == "raise":
-            raise failures[0]
+        self._unseen.wait()
 
     def rollback(self, step: int) -> list[str]:
         """Take the run back to `step`: later checkpoints are passed over, and go when the policy is applied next.
@@ -446,6 +443,9 @@ class CheckpointManager:
                 raise
             _logger.error("%s: %s: %s", self._root, type(failure).__name__, failure)
 
+    def _whole(self) -> list[CheckpointMetadata]:
+        return [found for found in self.all() if found.checkpoint_type.is_whole]
+
     def _hold_right(self) -> None:
         """The right to commit and to remove: the one that this process's writers have too."""
         self._run.hold(self._claim.generation())
@@ -456,7 +456,7 @@ class CheckpointManager:
     def _candidates(self, which: int | str) -> list[list[CheckpointMetadata]]:
         """Each a whole checkpoint, or the parts of a step."""
         if which == "latest":
-            return [[found] for found in reversed(self.all()) if found.checkpoint_type.is_whole]
+            return [[found] for found in reversed(self._whole())]
         if which == "best":
             best = self.best()
             return [] if best is None else [[best]]
@@ -467,15 +467,3 @@ class CheckpointManager:
     def _none(self, which: int | str, listed: Sequence[ListedCheckpoint]) -> CheckpointNotFoundError:
         what = "no checkpoint to resume from" if isinstance(which, str) else f"no checkpoint of step {which}"
         return CheckpointNotFoundError("; ".join([f"{what} at {self._root}", *what_else_there_is(listed)]))
-
-    def _load(self, found: list[CheckpointMetadata], state: Any, *, rng: bool) -> Any:
-        return restore(
-            found,
-            self._run,
-            state,
-            rng=rng,
-            config=self._config,
-            process_group=self._group,
-            no_dist=self._ranks.is_alone,
-            **self._reading,
-        )

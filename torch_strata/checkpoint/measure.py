@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torch_strata import _native
-from torch_strata.checkpoint._store import open_store, resolve_config
+from torch_strata.checkpoint._store import open_store, place_below, resolve_config
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError, StorageError
 
@@ -74,7 +74,7 @@ def measure(
         raise ConfigError("expected sizes and concurrencies of at least 1")
     settings = resolve_config(config, storage_options)
     folder = f"strata-bench-{uuid.uuid4().hex}"
-    url = f"{os.fspath(place).rstrip('/')}/{folder}"
+    url = place_below(place, folder)
     found = []
     for size in sizes:
         for concurrency in concurrencies:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.manager import CheckpointManager
+from torch_strata.checkpoint.restore import held_by
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError
@@ -132,7 +133,7 @@ def save_checkpoint(
         CheckpointError, StrataError: As `CheckpointManager.save`.
     """
     place = _process().place()
-    held = state.state_dict() if hasattr(state, "state_dict") and not isinstance(state, dict) else state
+    held = held_by(state)
     return place.manager.save(
         held,
         step=place.step_of(held, step),

@@ -1,69 +1,64 @@
 """Loading one checkpoint of a run: its bytes, a state into place, or all of a state anew."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_strata import _native
-from torch_strata.checkpoint._board import travelling
-from torch_strata.checkpoint._grown import empty_containers, nested, number_params, slot_for
+from torch_strata.checkpoint._grown import empty_containers, number_params, slot_for
 from torch_strata.checkpoint._keys import KEYS_KEY, Keys
-from torch_strata.checkpoint._payload import Trusted
+from torch_strata.checkpoint._paths import nested
 from torch_strata.checkpoint._quiet import quiet_alone
+from torch_strata.checkpoint._ranks import Ranks
 from torch_strata.checkpoint._rng import RNG_KEY, restore_rng
 from torch_strata.checkpoint._stored_lists import entry_paths
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.checkpoint.reader import StrataReader
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CorruptionError, LayoutMismatchError, ObjectNotFoundError, StrataError
+from torch_strata.errors import LayoutMismatchError, StrataError
 
-__all__ = ["DAMAGE", "plain", "restore", "set_aside", "together"]
+__all__ = ["held_by", "plain", "restore", "set_aside"]
 
 _logger = logging.getLogger(__name__)
-
-# What a checkpoint before may be free of.
-DAMAGE = (CorruptionError, ObjectNotFoundError)
 
 # As strata-checkpoint's BYTES_KEY, the one key of a checkpoint of bytes.
 _BYTES = "bytes"
 
 
-def restore(found: Sequence[CheckpointMetadata], run: _native.Run, state: Any, **settings: Any) -> Any:
+def restore(found: Sequence[CheckpointMetadata], run: _native.Run, state: Any, *, ranks: Ranks, **settings: Any) -> Any:
     """Load a whole checkpoint, or all parts that there are of a step, as `_restore_one` does.
 
     Args:
         found: The one, or the parts.
         run: The run that they are of.
         state: As `_restore_one`, or a Stateful, which is given what was loaded.
+        ranks: As `_restore_one`.
         settings: As `_restore_one`.
 
     Raises:
         LayoutMismatchError: If `state` has keys that no part was saved with; nothing has been changed then.
     """
     if isinstance(state, Stateful) and not isinstance(state, dict):
-        with together(settings["process_group"], no_dist=settings["no_dist"]):
+        with ranks.together():
             held = state.state_dict()
-        held = restore(found, run, held, **settings)
-        with together(settings["process_group"], no_dist=settings["no_dist"]):
+        held = restore(found, run, held, ranks=ranks, **settings)
+        with ranks.together():
             state.load_state_dict(held)
         return state
     parts = {kind.key: part for part in found if (kind := part.checkpoint_type).key is not None}
     if parts and state is not None and not parts.keys() >= state.keys():
         raise LayoutMismatchError(_words(found, [key for key in state if key not in parts]))
     if len(found) == 1:
-        return _restore_one(found[0], run, state, **settings)
+        return _restore_one(found[0], run, state, ranks=ranks, **settings)
     loaded = {}
     for key, part in parts.items():
         if state is None or key in state:
-            one = _restore_one(part, run, None if state is None else {key: state[key]}, **settings)
+            one = _restore_one(part, run, None if state is None else {key: state[key]}, ranks=ranks, **settings)
             loaded[key] = one[key] if isinstance(one, dict) else one
     if state is None:
         return loaded
@@ -84,12 +79,10 @@ def _restore_one(
     run: _native.Run,
     state: dict[str, Any] | None,
     *,
+    ranks: Ranks,
     rng: bool,
     config: StorageConfig,
-    process_group: dist.ProcessGroup | None,
-    no_dist: bool,
-    allow_dtype_cast: bool,
-    trusted_classes: Sequence[Trusted],
+    **reading: Any,
 ) -> Any:
     """Load the checkpoint `found` into `state`, or if that is None, all of it into a new state on this rank.
 
@@ -97,12 +90,10 @@ def _restore_one(
         found: Which one.
         run: The run that it is of.
         state: As for ``dcp.load``.
+        ranks: Those that load together.
         rng: Whether this rank's generators go on as they did then.
         config: Limits of the store.
-        process_group: Ranks that load together.
-        no_dist: Whether this process loads alone.
-        allow_dtype_cast: As StrataReader.
-        trusted_classes: As StrataReader.
+        reading: What StrataReader and StrataLoadPlanner are told of dtypes and classes.
 
     Returns:
         The bytes if bytes were saved; else the state.
@@ -112,12 +103,10 @@ def _restore_one(
         StrataError: What a rank has failed at, on all of them. `state` may hold some of what was loaded then; lists and
             dicts that were empty are empty.
     """
-    alone = no_dist or state is None
-    rank = str(0 if no_dist else dist.get_rank(process_group))
-    with together(process_group, no_dist=no_dist):
-        reader = StrataReader(
-            found.path, config=config, allow_dtype_cast=allow_dtype_cast, trusted_classes=trusted_classes
-        )
+    alone = ranks.is_alone or state is None
+    rank = str(ranks.number)
+    with ranks.together():
+        reader = StrataReader(found.path, config=config, **reading)
         metadata = reader.read_metadata()
         paths = entry_paths(metadata.planner_data)
         is_bytes = set(metadata.state_dict_metadata) == {_BYTES} and not paths
@@ -128,24 +117,25 @@ def _restore_one(
         notes = [fqn for fqn, path in own.items() if path[0] == KEYS_KEY]
         generators = [fqn for fqn, path in own.items() if rng and path[:2] == (RNG_KEY, rank)]
         # A Stateful is given what was loaded when that is complete.
-        wanted = plain(state) if state is not None else {} if is_bytes else _slots(metadata, fqns)
+        wanted = _slots(metadata, fqns) if state is None else plain(state)
         wanted |= _slots(metadata, [*generators, *notes])
+    if is_bytes:
+        with ranks.together():
+            return run.load_bytes(found.step, found.checkpoint_type.value)
     empty = list(empty_containers(wanted))
     try:
-        with together(process_group, no_dist=no_dist), quiet_alone(alone):
-            if is_bytes:
-                return run.load_bytes(found.step, found.checkpoint_type.value)
+        with ranks.together(), quiet_alone(alone):
             dcp.load(
                 wanted,
                 storage_reader=reader,
-                planner=StrataLoadPlanner(allow_dtype_cast=allow_dtype_cast, trusted_classes=trusted_classes),
-                process_group=None if alone else process_group,
+                planner=StrataLoadPlanner(**reading),
+                process_group=None if alone else ranks.group,
                 no_dist=alone,
             )
             generated = wanted.pop(RNG_KEY, {})
             keys = Keys.of_entries(wanted.pop(KEYS_KEY, {}).values())
             keys.give_back(wanted, [()] if state is None else [path for path, _, _ in empty])
-        with together(process_group, no_dist=no_dist):
+        with ranks.together():
             if generators:
                 restore_rng(generated[rank])
             if state is not None:
@@ -161,6 +151,11 @@ def _restore_one(
         number_params(wanted)  # of what was saved without such notes
         return wanted
     return state
+
+
+def held_by(state: Any) -> Any:
+    """The state dict of a Stateful, or of what only saves like one; all else as it is."""
+    return state.state_dict() if hasattr(state, "state_dict") and not isinstance(state, dict) else state
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
@@ -190,37 +185,6 @@ def set_aside(found: CheckpointMetadata, run: _native.Run, error: BaseException,
             run.quarantine(folder, found.id, f"{type(error).__name__}: {error}")
     except StrataError as failure:  # as where nothing may be written: it is passed over all the same
         _logger.warning("%s: not marked as damaged: %s: %s", found.path, type(failure).__name__, failure)
-
-
-@contextmanager
-def together(group: dist.ProcessGroup | None, *, no_dist: bool) -> Iterator[None]:
-    """What is done within fails on every rank if it fails on one, with what the first such rank has failed at.
-
-    So that all go on to the same checkpoint. An error that DCP has gathered is told as its cause.
-    """
-    mine = None
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        mine = error
-    failures = [mine and _cause_of(mine)]
-    if not no_dist:
-        failures *= dist.get_world_size(group)
-        dist.all_gather_object(failures, failures[0] and travelling(failures[0]), group=group)
-    first = next((failure for failure in failures if failure is not None), None)
-    if first is None:
-        return
-    if first is mine:
-        raise mine
-    raise first from mine
-
-
-def _cause_of(error: BaseException) -> BaseException:
-    """Of what several ranks failed at, damage comes first."""
-    if not isinstance(error, CheckpointException):
-        return error
-    causes = [cause for cause, _ in error.failures.values()]
-    return next((cause for cause in causes if isinstance(cause, DAMAGE)), causes[0])
 
 
 def _slots(metadata: Metadata, fqns: Iterable[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.retention import KeepAll, Retention
 from torch_strata.config import StorageConfig
 
-__all__ = ["CheckpointMetadata", "CheckpointType", "ListedCheckpoint", "open_run", "what_else_there_is"]
+__all__ = ["CheckpointMetadata", "CheckpointType", "ListedCheckpoint", "listed_in", "open_run", "what_else_there_is"]
 
 # Longer than any save takes: what is older and named by no manifest is of a save that has died.
 ORPHAN_AGE = timedelta(days=1)
@@ -133,6 +133,16 @@ class ListedCheckpoint:
         )
 
 
+def listed_in(run: _native.Run) -> list[ListedCheckpoint]:
+    """Every folder of a run, ascending by step; those of no known step last.
+
+    Raises:
+        StorageError: If it cannot be listed.
+    """
+    listed = [ListedCheckpoint.of_native(raw) for raw in run.catalog()]
+    return sorted(listed, key=lambda one: (one.metadata is None, one.metadata.step if one.metadata else 0, one.folder))
+
+
 # Folders that a message names.
 _NAMED = 4
 
@@ -144,10 +154,7 @@ def what_else_there_is(listed: Sequence[ListedCheckpoint]) -> list[str]:
     foreign = [one for one in listed if one.state == "foreign"]
     kinds = (
         ("of parts, which load by their step", parts),
-        (
-            "of somebody else, which StrataReader or torch's own reader loads",
-            foreign,
-        ),
+        ("of somebody else, which StrataReader or torch's own reader loads", foreign),
         ("found damaged", [one for one in listed if one.is_quarantined]),
         ("left behind by rollback", [one for one in listed if one.is_abandoned and not one.is_quarantined]),
         ("unreadable", [one for one in listed if one.state == "unreadable"]),

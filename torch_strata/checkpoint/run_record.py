@@ -58,7 +58,8 @@ class RunRecord:
         self._swept: Counter[str] = Counter()
         self._store = StoreStats()
         self._num_kept: int | None = None
-        self._durable_at, self._durable_clock = time.monotonic(), 0.0
+        self._durable_at = time.monotonic()
+        self._durable_clock: float | None = None
         self._durable_step: int | None = None
         self._last_failure: BaseException | None = None
         self._stale = StaleAlarm()
@@ -96,10 +97,8 @@ class RunRecord:
         kind = _kind(order.checkpoint_type)
         if self._stale.knows(kind):
             return
-        alike = [
-            found for found in map(CheckpointMetadata.of_native, run.all()) if _kind(found.checkpoint_type) == kind
-        ]
-        before = [found for found in alike if found.step < order.step]
+        there = map(CheckpointMetadata.of_native, run.all())
+        before = [found for found in there if _kind(found.checkpoint_type) == kind and found.step < order.step]
         if before:
             self._stale.note(kind, before[-1].step, before[-1].model_hash)
 
@@ -187,43 +186,27 @@ class RunRecord:
         )
 
     def _families(self) -> list[Family]:
-        is_durable = self._durable_step is not None
-        age = time.monotonic() - self._durable_at
-        kept = [] if self._num_kept is None else [Sample(self._num_kept, {})]
-        return [
-            Family(
-                "strata_checkpoint_last_durable_age_seconds",
-                "gauge",
+        gauges = (
+            (
+                "last_durable_age_seconds",
                 "Time since a save was committed last, since the start if none was, when this was written.",
-                [Sample(age, {})],
+                time.monotonic() - self._durable_at,
             ),
-            Family(
-                "strata_checkpoint_last_durable_timestamp_seconds",
-                "gauge",
-                "When a save was committed last.",
-                [Sample(self._durable_clock, {})] if is_durable else [],
-            ),
-            Family(
-                "strata_checkpoint_last_durable_step",
-                "gauge",
-                "Step of the save that was committed last.",
-                [Sample(self._durable_step or 0, {})] if is_durable else [],
-            ),
-            Family(
-                "strata_checkpoint_saves_in_flight",
-                "gauge",
-                "Saves that go on in the background.",
-                [Sample(len(self._attempts), {})],
-            ),
+            ("last_durable_timestamp_seconds", "When a save was committed last.", self._durable_clock),
+            ("last_durable_step", "Step of the save that was committed last.", self._durable_step),
+            ("saves_in_flight", "Saves that go on in the background.", len(self._attempts)),
+            ("kept", "Checkpoints that the policy has left in place.", self._num_kept),
+        )
+        return [
+            *(Family(f"strata_checkpoint_{name}", "gauge", told, _only(value)) for name, told, value in gauges),
             *(self._counter(*row) for row in _COUNTERS),
-            *(self._summary(what, told) for what, told in _SUMMARIES),
-            Family("strata_checkpoint_kept", "gauge", "Checkpoints that the policy has left in place.", kept),
+            *(self._summary(*row) for row in _SUMMARIES),
             *(
-                Family(f"strata_checkpoint_{name}_total", "counter", told, [Sample(self._swept[name], {})])
+                Family(f"strata_checkpoint_{name}_total", "counter", told, _only(self._swept[name]))
                 for name, told in _SWEPT
             ),
             *(
-                Family(f"strata_store_{f.name}_total", "counter", told, [Sample(getattr(self._store, f.name), {})])
+                Family(f"strata_store_{f.name}_total", "counter", told, _only(getattr(self._store, f.name)))
                 for f, told in zip(fields(StoreStats), _STORE, strict=True)
             ),
         ]
@@ -272,3 +255,8 @@ _STORE = (
 def _kind(checkpoint_type: CheckpointType) -> str:
     """The same for types that hold the same part of the state."""
     return _native.run_folder(0, checkpoint_type.value)
+
+
+def _only(value: float | None) -> list[Sample]:
+    """The one sample of a family without labels of its own; none if there is no value yet."""
+    return [] if value is None else [Sample(value, {})]

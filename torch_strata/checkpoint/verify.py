@@ -1,7 +1,6 @@
 """Reads everything a checkpoint holds and compares it with its digests. Imports no torch."""
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._safetensors import unread_files
 from torch_strata.checkpoint._stock_index import IndexFindings, check_safetensors_index, check_stock_index
 from torch_strata.checkpoint._store import open_store, resolve_config
+from torch_strata.checkpoint._watching import watching
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CorruptionError, ObjectNotFoundError
 
@@ -63,8 +63,7 @@ def verify(
 
     Of ours also the `.metadata`, by which stock readers find the same, or the index of safetensors: it must say what
     the manifest says. One that is missing, or of the save before, as a save leaves that ended before its last step, is
-    a warning. A stock checkpoint
-    whose data files are ours has lost its manifest and its digests: a problem.
+    a warning. A stock checkpoint whose data files are ours has lost its manifest and its digests: a problem.
 
     Args:
         path: Local path or URL.
@@ -95,26 +94,19 @@ def _told(opened: Opened, progress: Callable[[int], object] | None) -> Iterator[
     if progress is None:
         yield
         return
-    over, told = threading.Event(), [0]
+    told = 0
 
     def tell() -> None:
-        moved = opened.native.progress[0]
-        if moved > told[0]:
-            progress(moved - told[0])
-            told[0] = moved
+        nonlocal told
+        moved, _ = opened.native.progress
+        if moved > told:
+            progress(moved - told)
+            told = moved
 
-    def watch() -> None:
-        while not over.wait(_TELL_EVERY_SECONDS):
-            tell()
-
-    thread = threading.Thread(target=watch, name="strata-progress")
     try:
-        thread.start()
-        yield
+        with watching(tell, every_seconds=_TELL_EVERY_SECONDS):
+            yield
     finally:
-        over.set()
-        if thread.is_alive():  # not so if Ctrl-C came while it was started
-            thread.join()
         tell()
 
 

@@ -125,18 +125,14 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def bar(what: str, total: int | None, unit: str = "B") -> Iterator[Callable[[int], None]]:
+def bar(what: str, total: int | None, unit: str = "B") -> Iterator[Callable[[int], object]]:
     """A bar on stderr while something takes long, if that is a terminal; yields what is to be told of progress."""
     if not sys.stderr.isatty():
         yield lambda more: None
         return
     scales = unit == "B"
     with tqdm(total=total, desc=what, unit=unit, unit_scale=scales, leave=False, file=sys.stderr) as progress:
-        yield lambda more: _update(progress, more)
-
-
-def _update(progress: "tqdm[Any]", more: int) -> None:
-    progress.update(more)
+        yield progress.update
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._store import open_store
-from torch_strata.checkpoint.run import ListedCheckpoint, open_run
+from torch_strata.checkpoint.run import ListedCheckpoint, listed_in, open_run
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointNotFoundError, StorageError
 
-__all__ = ["catalog_of", "look"]
+__all__ = ["look"]
 
 
 def look(url: str, rank: int | None, config: StorageConfig) -> Opened | Sequence[ListedCheckpoint]:
@@ -25,19 +25,9 @@ def look(url: str, rank: int | None, config: StorageConfig) -> Opened | Sequence
         if rank is not None:
             raise
         try:
-            listed = catalog_of(url, config)
+            listed = listed_in(open_run(url, config))
         except StorageError:
             raise nothing from None  # a store without folders, such as http
         if not listed:
             raise
         return listed
-
-
-def catalog_of(url: str, config: StorageConfig) -> list[ListedCheckpoint]:
-    """The folders of a run, ascending by step; those without one last.
-
-    Raises:
-        StorageError: If the place cannot be listed.
-    """
-    listed = [ListedCheckpoint.of_native(raw) for raw in open_run(url, config).catalog()]
-    return sorted(listed, key=lambda one: (one.metadata is None, one.metadata.step if one.metadata else 0, one.folder))

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import click
 
 from torch_strata.checkpoint._opened import Opened
-from torch_strata.checkpoint._two_places import TwoPlaces
+from torch_strata.checkpoint._store import place_below, resolve_configs
 from torch_strata.checkpoint.copy_run import CopiedRun, copy_run
 from torch_strata.checkpoint.copying import CopyReport, copy_checkpoint, import_checkpoint
 from torch_strata.checkpoint.export import ExportReport, export_safetensors, export_torch
@@ -70,8 +71,8 @@ def copy_command(
     call goes on where the first one ended. The commit comes last: a copy that ends early leaves nothing that opens.
     """
     config, to = config_of(options), _to(to_options)
-    both = TwoPlaces.of(source, destination, config, None, to)
-    found = look(source, rank, both.source)
+    from_config, to_config = resolve_configs(source, destination, config, None, to)
+    found = look(source, rank, from_config)
     copied: CopyReport | CopiedRun
     if isinstance(found, Opened):
         with bar("copy", sum(size for _, size in found.native.objects())) as progress:
@@ -84,9 +85,9 @@ def copy_command(
             raise click.UsageError("--overwrite: not of a run")
         with bar("copy", sum(one.metadata.size_bytes for one in found if one.metadata)) as progress:
             copied = copy_run(source, destination, config=config, to_options=to, progress=progress)
-        places = [f"{destination.rstrip('/')}/{folder}" for folder in copied.copied]
+        places = [place_below(destination, folder) for folder in copied.copied]
     for place in () if no_verify else places:
-        _verify(place, both.destination)
+        _verify(place, to_config)
     if wants_json:
         click.echo(as_json(asdict(copied)))
     elif isinstance(copied, CopyReport):
@@ -161,23 +162,18 @@ def export_command(
     safetensors: tensors as Hugging Face lays them out, in the folder DESTINATION. torch: one file that
     torch.load(weights_only=True) reads. dcp: a checkpoint that stands alone, for stock torch too.
     """
-    common = {"config": config_of(options), "to_options": _to(to_options), "rank": rank}
+    common: dict[str, Any] = {"config": config_of(options), "to_options": _to(to_options), "rank": rank}
     report: CopyReport | ExportReport
     with bar("export", None) as progress:
         if form == "dcp":
             if key is not None:
                 raise click.UsageError("--key: not with --to dcp")
-            report = copy_checkpoint(source, destination, for_stock=True, progress=progress, **common)  # type: ignore[arg-type]
+            report = copy_checkpoint(source, destination, for_stock=True, progress=progress, **common)
         elif form == "torch":
-            report = export_torch(source, destination, key=key, progress=progress, **common)  # type: ignore[arg-type]
+            report = export_torch(source, destination, key=key, progress=progress, **common)
         else:
             report = export_safetensors(
-                source,
-                destination,
-                key=key,
-                max_shard_bytes=max_shard_size,
-                progress=progress,
-                **common,  # type: ignore[arg-type]
+                source, destination, key=key, max_shard_bytes=max_shard_size, progress=progress, **common
             )
     if wants_json:
         click.echo(as_json(asdict(report)))

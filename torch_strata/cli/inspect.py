@@ -10,6 +10,7 @@ import click
 
 from torch_strata.checkpoint._dtypes import dtype_named
 from torch_strata.checkpoint._opened import Opened
+from torch_strata.checkpoint._paths import decode_fqn
 from torch_strata.cli._common import as_json, config_of, guarded, shown, shown_bytes, store_options
 from torch_strata.cli._place import look
 from torch_strata.errors import CheckpointError, CheckpointNotFoundError
@@ -81,7 +82,7 @@ def _encodings(opened: Opened) -> dict[str, dict[str, Any]]:
     """How the chunks of each key are stored that are not stored as they are, and what these take, in bytes."""
     found: dict[str, dict[str, Any]] = {}
     for fqn, encoding, stored_bytes, *_ in opened.native.encodings():
-        key = found.setdefault(fqn.decode("utf-8", "surrogatepass"), {"encoding": encoding, "stored_bytes": 0})
+        key = found.setdefault(decode_fqn(fqn), {"encoding": encoding, "stored_bytes": 0})
         key["stored_bytes"] += stored_bytes
     return found
 
@@ -107,7 +108,7 @@ def _describe_bytes(opened: Opened) -> dict[str, Any]:
 
 
 def _describe(entry: Any) -> dict[str, Any]:
-    fqn = entry[0].decode("utf-8", "surrogatepass")
+    fqn = decode_fqn(entry[0])
     if not entry[1]:
         return {"fqn": fqn}
     try:

@@ -18,7 +18,7 @@ from torch_strata.checkpoint.retention import (
     KeepYounger,
     Retention,
 )
-from torch_strata.checkpoint.run import ListedCheckpoint, open_run
+from torch_strata.checkpoint.run import ListedCheckpoint, listed_in, open_run
 from torch_strata.cli._common import (
     as_json,
     config_of,
@@ -95,38 +95,33 @@ def prune_command(
     generation = newest_generation(open_store(root, config))
     run = open_run(root, config, policy=policy)
     run.hold(generation)
-    listed = [ListedCheckpoint.of_native(raw) for raw in run.catalog()]
+    listed = listed_in(run)
     if not listed and not generation:
         _refuse(root, config)
     decisions, notes = run.plan()
-    unknown = _unknown_metrics(keep_best, listed)
-    notes = [*unknown, *notes]
-    going = [folder for folder, keeps, _ in decisions if not keeps]
     if not wants_json:
         rows = [("stays" if keeps else "goes", shown(folder, 100), shown(why)) for folder, keeps, why in decisions]
         for line in table(("", "folder", "because"), rows):
             click.echo(line)
+    num_going = sum(not keeps for _, keeps, _ in decisions)
     report: dict[str, Any] = {
         "url": root,
         "decisions": [{"folder": folder, "keeps": keeps, "because": why} for folder, keeps, why in decisions],
     }
-    if dry_run:
-        report["notes"] = notes
-    else:
+    told = f"{num_going} of {len(decisions)} checkpoints would go"
+    if not dry_run:
         if not yes:
-            click.confirm(f"Remove {len(going)} of {len(decisions)} checkpoints?", abort=True, err=True)
+            click.confirm(f"Remove {num_going} of {len(decisions)} checkpoints?", abort=True, err=True)
         removed, _, num_objects, freed_bytes, notes = run.retain()
-        notes = [*unknown, *notes]
-        report.update(removed=removed, objects=num_objects, freed_bytes=freed_bytes, notes=notes)
+        report.update(removed=removed, objects=num_objects, freed_bytes=freed_bytes)
+        told = f"removed {len(removed)} checkpoints: {num_objects} objects, {shown_bytes(freed_bytes)}"
+    report["notes"] = [*_unknown_metrics(keep_best, listed), *notes]
     if wants_json:
         click.echo(as_json(report))
         return
-    for note in notes:
+    for note in report["notes"]:
         say(f"note: {note}")
-    if dry_run:
-        click.echo(f"{len(going)} of {len(decisions)} checkpoints would go")
-    else:
-        click.echo(f"removed {len(removed)} checkpoints: {num_objects} objects, {shown_bytes(freed_bytes)}")
+    click.echo(told)
 
 
 def _refuse(root: str, config: StorageConfig) -> NoReturn:
@@ -148,13 +143,11 @@ def _unknown_metrics(wanted: Sequence[KeepBest], listed: Sequence[ListedCheckpoi
 def _policy(
     last: int | None, every_steps: int | None, every: timedelta | None, best: Sequence[KeepBest], age: timedelta | None
 ) -> Retention:
-    policies: list[Retention] = list(best)
-    if last is not None:
-        policies.append(KeepLast(last))
-    if every_steps is not None:
-        policies.append(KeepEverySteps(every_steps))
-    if every is not None:
-        policies.append(KeepEvery(every))
-    if age is not None:
-        policies.append(KeepYounger(age))
+    policies: list[Retention] = [
+        *best,
+        *([] if last is None else [KeepLast(last)]),
+        *([] if every_steps is None else [KeepEverySteps(every_steps)]),
+        *([] if every is None else [KeepEvery(every)]),
+        *([] if age is None else [KeepYounger(age)]),
+    ]
     return KeepAny(*policies) if policies else KeepAll()

@@ -5,15 +5,20 @@ from typing import Any
 
 import click
 
+from torch_strata import _native
 from torch_strata.checkpoint._opened import Opened
+from torch_strata.checkpoint._store import place_below
 from torch_strata.checkpoint.run import ListedCheckpoint, open_run
 from torch_strata.checkpoint.verify import VerifyReport, verify
 from torch_strata.cli._common import DAMAGED, FAILED, as_json, bar, config_of, guarded, say, shown, store_options
 from torch_strata.cli._place import look
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointNotFoundError, CorruptionError, StorageError, StrataError
+from torch_strata.errors import CheckpointNotFoundError, CorruptionError, StorageError
 
 __all__ = ["verify_command"]
+
+# Of each exit status.
+_WORDS = {0: "sound", DAMAGED: "damaged", FAILED: "not checked"}
 
 
 @click.command("verify")
@@ -29,13 +34,13 @@ def verify_command(url: str, rank: int | None, mark: bool, wants_json: bool, opt
     Exit status 0: sound, 1: damaged, 2: could not be checked, or not all of it (not found, not readable, wrong usage).
     """
     config = config_of(options)
-    found = None if rank is not None else _found_at(url, config)
-    if found is not None and not isinstance(found, Opened):
+    found = look(url, rank, config)
+    if not isinstance(found, Opened):
         _verify_run(url, found, config, mark=mark, wants_json=wants_json)
         return
     if mark:
         raise click.UsageError("--mark: only of a run; give its root")
-    with bar("verify", sum(size for _, size in found.native.objects()) if found else None) as progress:
+    with bar("verify", sum(size for _, size in found.native.objects())) as progress:
         report = verify(url, config=config, rank=rank, progress=progress)
     if wants_json:
         click.echo(as_json(_described(report)))
@@ -46,52 +51,34 @@ def verify_command(url: str, rank: int | None, mark: bool, wants_json: bool, opt
     raise SystemExit(_status(report))
 
 
-def _found_at(url: str, config: StorageConfig) -> Opened | Sequence[ListedCheckpoint] | None:
-    """A checkpoint, or the folders of a run; None if `verify` itself is to say why there is neither."""
-    try:
-        return look(url, None, config)
-    except StrataError:
-        return None
-
-
 def _verify_run(
     root: str, listed: Sequence[ListedCheckpoint], config: StorageConfig, *, mark: bool, wants_json: bool
 ) -> None:
     run = open_run(root, config)
     found: dict[str, dict[str, Any]] = {}
-    statuses = [0]
+    counts = dict.fromkeys(_WORDS, 0)
     with bar("verify", sum(one.metadata.size_bytes for one in listed if one.metadata)) as progress:
         for one in listed:
             if one.state == "uncommitted":
                 continue
-            described, status = _verify_one(f"{root.rstrip('/')}/{one.folder}", one, config, progress)
+            described, status = _verify_one(place_below(root, one.folder), one, config, progress)
             found[one.folder] = described
-            statuses.append(status)
+            counts[status] += 1
             if mark and one.state == "committed" and described.get("save_id"):
-                if status == 0:
-                    run.note_verified(one.folder, described["save_id"])
-                elif described["problems"]:
-                    run.quarantine(one.folder, described["save_id"], "; ".join(described["problems"])[:1000])
+                _mark(run, one.folder, described, status)
             if not wants_json:
-                word = {0: "sound", DAMAGED: "DAMAGED", FAILED: "NOT CHECKED"}[status]
-                click.echo(f"{shown(one.folder, 100)}: {word}")
-                for sentence in (*described["problems"], *described["unchecked"]):
-                    click.echo(f"  {shown(sentence)}")
+                _tell_one(one.folder, described, status)
     # Damage that was found counts, whatever else could not be looked at.
-    status = DAMAGED if DAMAGED in statuses else max(statuses)
+    status = next((status for status in (DAMAGED, FAILED) if counts[status]), 0)
     if wants_json:
         click.echo(as_json({"url": root, "is_sound": status == 0, "checkpoints": found}))
     else:
-        counts = ", ".join(
-            f"{statuses[1:].count(code)} {word}"
-            for code, word in ((0, "sound"), (DAMAGED, "damaged"), (FAILED, "not checked"))
-        )
-        click.echo(f"{len(found)} checkpoints: {counts}")
+        click.echo(f"{len(found)} checkpoints: {', '.join(f'{counts[code]} {word}' for code, word in _WORDS.items())}")
     raise SystemExit(status)
 
 
 def _verify_one(
-    place: str, one: ListedCheckpoint, config: StorageConfig, progress: Callable[[int], None]
+    place: str, one: ListedCheckpoint, config: StorageConfig, progress: Callable[[int], object]
 ) -> tuple[dict[str, Any], int]:
     try:
         report = verify(place, config=config, progress=progress)
@@ -107,12 +94,25 @@ def _verify_one(
     return _described(report), _status(report)
 
 
+def _mark(run: _native.Run, folder: str, described: dict[str, Any], status: int) -> None:
+    if status == 0:
+        run.note_verified(folder, described["save_id"])
+    elif described["problems"]:
+        run.quarantine(folder, described["save_id"], "; ".join(described["problems"])[:1000])
+
+
 def _described(report: VerifyReport) -> dict[str, Any]:
     return {**vars(report), "is_sound": report.is_sound}
 
 
 def _status(report: VerifyReport) -> int:
     return 0 if report.is_sound else DAMAGED if report.problems else FAILED
+
+
+def _tell_one(folder: str, described: dict[str, Any], status: int) -> None:
+    click.echo(f"{shown(folder, 100)}: {_shouted(status)}")
+    for sentence in (*described["problems"], *described["unchecked"]):
+        click.echo(f"  {shown(sentence)}")
 
 
 def _tell(report: VerifyReport) -> None:
@@ -128,6 +128,10 @@ def _tell(report: VerifyReport) -> None:
 
 def _verdict(report: VerifyReport) -> str:
     if report.is_sound:
-        return "sound"
-    count, word = (len(report.problems), "DAMAGED") if report.problems else (len(report.unchecked), "NOT CHECKED")
-    return f"{word} ({count} {'problem' if count == 1 else 'problems'})"
+        return _WORDS[0]
+    count = len(report.problems or report.unchecked)
+    return f"{_shouted(_status(report))} ({count} {'problem' if count == 1 else 'problems'})"
+
+
+def _shouted(status: int) -> str:
+    return _WORDS[status] if status == 0 else _WORDS[status].upper()

@@ -93,13 +93,13 @@ async fn look(item: SaveItem, parent: &Parent) -> Result<(SaveItem, Choice)> {
             None => None,
             Some(base) => read_base(parent, base, block, bytes).await?,
         };
-        let (sampled, has_base) = (item.clone(), before.is_some());
+        let sampled = item.clone();
         let take = move || take_sample(&sampled, block, before);
         let taken = tokio::task::spawn_blocking(take).await.expect("a sample does not panic")?;
         sample.raw += taken.raw;
         sample.planes += taken.planes;
         // A base that cannot be read is none.
-        sample.xored = sample.xored.zip(taken.xored.filter(|_| has_base)).map(|(sum, bytes)| sum + bytes);
+        sample.xored = sample.xored.zip(taken.xored).map(|(sum, bytes)| sum + bytes);
     }
     let (xors, planes_pay) = sample.decide(was_xored);
     Ok((item, Choice { base: base.filter(|_| xors), planes_pay }))

@@ -18,6 +18,7 @@ use crate::open::{MetadataState, RETIRED, marked, metadata_name, metadata_state,
 use crate::record::Records;
 use crate::run::catalog::{State, folder_of};
 use crate::run::{RunInfo, model_hash};
+use crate::save::discard;
 use crate::servable::INDEX_NAME;
 use crate::stock_pickle::{StockParts, seal, stock_pickle};
 use crate::{Error, Result, servable};
@@ -90,42 +91,35 @@ pub struct CommitStats {
 /// The objects are removed then, and what was there before still loads. [`Error::Io`] also if `.metadata` cannot be
 /// put over a stock one without a save_id: that one still counts then, for readers cannot tell it from a later save.
 pub async fn commit(store: &dyn Store, base: &Base, mut commit: Commit<'_>) -> Result<CommitStats> {
-    let own = commit.records.objects.iter().filter(|object| object.reference.is_none());
+    let own = commit.records.objects.iter().filter(|object| object.is_own());
     let written: Vec<String> = own.map(|object| object.name.clone()).collect();
-    match publish(store, base, &mut commit).await {
-        Ok((mut stats, before, manifest)) => {
-            let metadata = metadata_name(commit.rank);
-            let is_named = base.foreign_metadata.is_none() || !commit.previous_save_id.is_empty();
-            let stock = commit.stock.as_ref().filter(|_| !manifest.is_encoded);
-            let index = stock.map(|stock| Bytes::from(seal(stock_pickle(&manifest, stock))));
-            if let Err(error) = put_metadata(store, &metadata, index).await {
-                if !is_named {
-                    return Err(error.into());
-                }
-                stats.warnings.push(outdated(&metadata, &error, "stock readers"));
-            } else if let Err(error) = put_index(store, &manifest).await {
-                stats.warnings.push(outdated(INDEX_NAME, &error, "readers of safetensors"));
-            } else if commit.run_root.is_some() && !counts_still(store, &manifest).await.unwrap_or(true) {
-                take_back(store, &metadata, &manifest).await;
-            } else {
-                match collect(store, commit.run_root, &manifest, &before).await {
-                    Ok(collected) => stats.collected = collected,
-                    Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
-                }
-            }
-            Ok(stats)
-        }
+    let (mut stats, before, manifest) = match publish(store, base, &mut commit).await {
+        Ok(published) => published,
         Err(Failure::Before(error)) => {
-            for name in &written {
-                if let Err(error) = store.delete(name).await {
-                    tracing::warn!("cannot remove {name} of a failed save: {error}");
-                }
-            }
-            store.tidy().await;
-            Err(error)
+            discard(store, written).await;
+            return Err(error);
         }
-        Err(Failure::Unknown(error)) => Err(error),
+        Err(Failure::Unknown(error)) => return Err(error),
+    };
+    let metadata = metadata_name(commit.rank);
+    let stock = commit.stock.as_ref().filter(|_| !manifest.is_encoded);
+    let index = stock.map(|stock| Bytes::from(seal(stock_pickle(&manifest, stock))));
+    if let Err(error) = put_metadata(store, &metadata, index).await {
+        if base.foreign_metadata.is_some() && commit.previous_save_id.is_empty() {
+            return Err(error.into());
+        }
+        stats.warnings.push(outdated(&metadata, &error, "stock readers"));
+    } else if let Err(error) = put_index(store, &manifest).await {
+        stats.warnings.push(outdated(INDEX_NAME, &error, "readers of safetensors"));
+    } else if commit.run_root.is_some() && !counts_still(store, &manifest).await.unwrap_or(true) {
+        take_back(store, &metadata, &manifest).await;
+    } else {
+        match collect(store, commit.run_root, &manifest, &before).await {
+            Ok(collected) => stats.collected = collected,
+            Err(error) => stats.warnings.push(format!("superseded objects stay for now: {error}")),
+        }
     }
+    Ok(stats)
 }
 
 /// Replaces what stock reads by; removes it if stock cannot read what is there now.
@@ -198,21 +192,7 @@ async fn publish(
 ) -> Result<(CommitStats, Before, Manifest), Failure> {
     let referred_bytes = commit.records.referred_bytes;
     let parents = std::mem::take(&mut commit.records.parents);
-    let (mut manifest, items) = merge(std::mem::take(&mut commit.records), std::mem::take(&mut commit.promises))?;
-    manifest.save_id.clone_from(&commit.save_id);
-    manifest.previous_save_id.clone_from(&commit.previous_save_id);
-    manifest.planner_data.clone_from(&commit.planner_data);
-    manifest.number = (base.number + 1).max(commit.generation << GENERATION_BITS);
-    manifest.created_at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs());
-    manifest.world_size = commit.world_size;
-    manifest.rank = commit.rank;
-    manifest.generation = commit.generation;
-    manifest.run = commit.run.clone().map(|run| RunInfo { model_hash: model_hash(items.iter()), ..run });
-    let file = Bytes::from(encode_with(&manifest, items.iter()));
-    drop(items);
-    // What is put down is what was read back; its items are looked up in the file from here on.
-    let manifest = decode(&file).map_err(|fault| unreadable(store.url(), fault))?;
-
+    let (manifest, file) = manifest_of(store.url(), base, commit)?;
     let before = look_around(store).await?;
     // The root was listed before the manifests: objects that are missing because a newer save has collected them come
     // with that save's manifest.
@@ -229,7 +209,7 @@ async fn publish(
     check_right(commit, &parents).await?;
     put_manifest(store, &name, &manifest, file).await?;
 
-    let mut warnings = Vec::new();
+    let mut stats = stats_of(&manifest, fenced, referred_bytes);
     // A run that takes over claims its generation before it looks what there is, and retention looks for references
     // after it has put its tombstones: either they have seen this manifest, or this sees theirs.
     match check_right(commit, &parents).await {
@@ -240,25 +220,51 @@ async fn publish(
                 Err(_) => Failure::Unknown(error),
             });
         }
-        Err(error) => warnings.push(format!("whether another run has taken over could not be looked up: {error}")),
+        Err(error) => {
+            stats.warnings.push(format!("whether another run has taken over could not be looked up: {error}"));
+        }
     }
     if !fenced {
-        warnings
-            .push(format!("{} ignores create-only writes: two saves to it at once are not kept apart", store.url()));
+        let url = store.url();
+        stats.warnings.push(format!("{url} ignores create-only writes: two saves to it at once are not kept apart"));
     }
-    let stats = CommitStats {
+    Ok((stats, before, manifest))
+}
+
+/// The manifest of what was written, and its file.
+fn manifest_of(url: &str, base: &Base, commit: &mut Commit<'_>) -> Result<(Manifest, Bytes)> {
+    let (merged, items) = merge(std::mem::take(&mut commit.records), std::mem::take(&mut commit.promises))?;
+    let manifest = Manifest {
+        save_id: commit.save_id.clone(),
+        previous_save_id: commit.previous_save_id.clone(),
+        planner_data: commit.planner_data.clone(),
+        number: (base.number + 1).max(commit.generation << GENERATION_BITS),
+        created_at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs()),
+        world_size: commit.world_size,
+        rank: commit.rank,
+        generation: commit.generation,
+        run: commit.run.clone().map(|run| RunInfo { model_hash: model_hash(items.iter()), ..run }),
+        ..merged
+    };
+    let file = Bytes::from(encode_with(&manifest, items.iter()));
+    drop(items);
+    // What is put down is what was read back; its items are looked up in the file from here on.
+    let manifest = decode(&file).map_err(|fault| unreadable(url, fault))?;
+    Ok((manifest, file))
+}
+
+fn stats_of(manifest: &Manifest, fenced: bool, referred_bytes: u64) -> CommitStats {
+    CommitStats {
         number: manifest.number,
         fenced,
         num_objects: manifest.objects.len() as u64,
         num_items: manifest.items.len() as u64,
         payload_bytes: manifest.payload_bytes,
         referred_bytes,
-        own_bytes: manifest.objects.iter().filter(|object| object.reference.is_none()).map(|object| object.size).sum(),
+        own_bytes: manifest.own_objects().map(|object| object.size).sum(),
         model_hash: manifest.run.as_ref().and_then(|run| run.model_hash.clone()),
-        collected: 0,
-        warnings,
-    };
-    Ok((stats, before, manifest))
+        ..CommitStats::default()
+    }
 }
 
 /// Everything at the place, in the folders that we know.
@@ -284,7 +290,7 @@ fn newer_commit(before: &Before, manifest: &Manifest) -> Option<u64> {
 
 fn check_objects(url: &str, manifest: &Manifest, listed: &[ObjectInfo]) -> Result<()> {
     let sizes: HashMap<&str, u64> = listed.iter().map(|object| (object.name.as_str(), object.size)).collect();
-    for object in manifest.objects.iter().filter(|object| object.reference.is_none()) {
+    for object in manifest.own_objects() {
         let missing = ": a rank wrote it, but the planning rank does not see it; do all ranks share this place?";
         check_size(format!("{url}/{}", object.name), object.size, sizes.get(object.name.as_str()), missing)?;
     }
@@ -299,13 +305,8 @@ async fn check_referred(store: &dyn Store, manifest: &Manifest) -> Result<()> {
         let sizes: HashMap<&str, u64> = listed.iter().map(|object| (object.name.as_str(), object.size)).collect();
         let is_there = |object: &&Object| object.reference == Some(reference as u32);
         for object in manifest.objects.iter().filter(is_there) {
-            let missing = ": this save refers to it, and it is not there any more";
-            check_size(
-                format!("{}/{}", sibling.url(), object.name),
-                object.size,
-                sizes.get(object.name.as_str()),
-                missing,
-            )?;
+            let (path, found) = (format!("{}/{}", sibling.url(), object.name), sizes.get(object.name.as_str()));
+            check_size(path, object.size, found, ": this save refers to it, and it is not there any more")?;
         }
     }
     Ok(())

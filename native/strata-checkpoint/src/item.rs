@@ -243,6 +243,11 @@ pub struct Object {
 }
 
 impl Object {
+    /// Whether it belongs to the checkpoint that names it, and to no other.
+    pub(crate) fn is_own(&self) -> bool {
+        self.reference.is_none()
+    }
+
     /// Its path from the checkpoint whose manifest has these `references`.
     pub(crate) fn path(&self, references: &[(String, String)]) -> String {
         match self.reference {

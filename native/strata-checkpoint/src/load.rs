@@ -168,9 +168,10 @@ async fn run(job: &Arc<Job>, reading: &Reading, requests: Vec<Request>) -> Resul
         let (job, progress) = (job.clone(), reading.progress.clone());
         running.spawn(async move {
             let _permit = permit;
-            match request.is_encoded() {
-                false => read_request(job, request).await?,
-                true => encoded::read_request(job, request).await?,
+            if request.is_encoded() {
+                encoded::read_request(job, request).await?;
+            } else {
+                read_request(job, request).await?;
             }
             progress.moved(bytes);
             Ok(())

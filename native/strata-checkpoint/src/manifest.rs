@@ -73,6 +73,11 @@ impl Manifest {
         self.objects[object as usize].path(&self.references)
     }
 
+    /// Its objects, without those of other checkpoints.
+    pub(crate) fn own_objects(&self) -> impl Iterator<Item = &Object> {
+        self.objects.iter().filter(|object| object.is_own())
+    }
+
     /// Whether any of it is in files of safetensors.
     pub fn has_safetensors(&self) -> bool {
         self.objects.iter().any(|object| is_our_safetensors(&object.name))

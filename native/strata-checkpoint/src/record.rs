@@ -128,7 +128,7 @@ impl Records {
             Some(at) => {
                 let named = references.get(at as usize);
                 let named = named.ok_or_else(|| fault("an object refers to a checkpoint that is not listed".into()))?;
-                Some(self.number(named))
+                Some(number_of(&mut self.references, (named.checkpoint_id.clone(), named.save_id.clone())))
             }
         };
         if let Some(reference) = reference {
@@ -140,15 +140,15 @@ impl Records {
         self.objects.push(Object { reference, ..object(stored) });
         Ok(next)
     }
+}
 
-    fn number(&mut self, reference: &v1::Reference) -> u32 {
-        let reference = (reference.checkpoint_id.clone(), reference.save_id.clone());
-        let known = self.references.iter().position(|known| *known == reference);
-        known.unwrap_or_else(|| {
-            self.references.push(reference);
-            self.references.len() - 1
-        }) as u32
-    }
+/// Position of `reference` among `references`, to which it is added if it is not there yet.
+pub(crate) fn number_of(references: &mut Vec<(String, String)>, reference: (String, String)) -> u32 {
+    let known = references.iter().position(|known| *known == reference);
+    known.unwrap_or_else(|| {
+        references.push(reference);
+        references.len() - 1
+    }) as u32
 }
 
 /// Places of objects of other checkpoints, by reference and name.

@@ -2,8 +2,8 @@
 
 mod encoded;
 mod files;
+mod objects;
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -13,8 +13,8 @@ use strata_io::schedule::ByteBudget;
 use strata_io::{ObjectWriter, Part, Store};
 use tokio::task::JoinSet;
 
+use self::objects::{ObjectPlan, Segment, plan_objects};
 use crate::changed::EarlierContent;
-use crate::container::{Frame, Placement, TensorSpec};
 use crate::item::{Digests, Dims, Item, Kind, Object};
 use crate::layout::{self, Piece};
 use crate::payload::{self, Payload};
@@ -173,147 +173,6 @@ impl Target<'_> {
         choose_inline(&mut record.items, &payloads).await
     }
 
-    /// Removes what was written of objects with these `names`, the first ones of them, until it failed.
-    async fn remove(&self, record: &RankRecord, error: &Error, names: impl Iterator<Item = String>) {
-        // An object that was there before is not ours to remove.
-        let begun = usize::from(!matches!(error, Error::Io(strata_io::Error::AlreadyExists { .. })));
-        for name in names.take(record.objects.len() + begun) {
-            if let Err(error) = self.store.delete(&name).await {
-                tracing::warn!("cannot remove {name} of a failed save: {error}");
-            }
-        }
-        self.store.tidy().await;
-    }
-}
-
-/// One object: what is in it and where.
-struct ObjectPlan {
-    name: String,
-    segments: Vec<Segment>,
-    stored: Vec<Stored>,
-    size: u64,
-}
-
-/// Consecutive bytes of an object.
-enum Segment {
-    /// Known before any payload is read.
-    Fixed(Bytes),
-    /// Payload of `stored[i]`.
-    Payload(usize),
-    /// What follows the payload of `stored[i]`; its bytes need the payload's CRC.
-    Suffix(usize),
-}
-
-/// One payload and every item that it stands for.
-struct Stored {
-    payload: Payload,
-    frame: Option<Frame>,
-    offset: u64,
-    skip: u64,
-    bytes: u64,
-    items: Vec<SaveItem>,
-}
-
-/// What makes two tensors one: device, address, length; dtype, shape and strides.
-type Memory = ((Option<u32>, u64, u64), Arc<str>, Dims, Dims);
-
-/// Tensors with the same memory and geometry become one stored payload; the order of the plan is kept.
-fn plan_objects(items: Vec<SaveItem>, name: impl Fn(usize) -> String) -> Result<Vec<ObjectPlan>> {
-    let mut plans: Vec<ObjectPlan> = Vec::new();
-    let mut known: HashMap<Memory, (usize, usize)> = HashMap::new();
-    for item in items {
-        let key = item.memory();
-        let aliasable = item.kind == Kind::Tensor && !item.payload.is_empty();
-        if let Some((plan, stored)) = known.get(&key).filter(|_| aliasable) {
-            plans[*plan].stored[*stored].items.push(item);
-            continue;
-        }
-        if plans.last().is_none_or(|plan| plan.size >= layout::OBJECT_BYTES) {
-            plans.push(ObjectPlan::new(name(plans.len())));
-        }
-        let at = plans.len() - 1;
-        plans[at].push(item)?;
-        if aliasable {
-            known.insert(key, (at, plans[at].stored.len() - 1));
-        }
-    }
-    Ok(plans)
-}
-
-impl SaveItem {
-    fn memory(&self) -> Memory {
-        (self.payload.identity(), self.dtype.clone(), self.shape.clone(), self.strides.clone())
-    }
-}
-
-impl ObjectPlan {
-    fn new(name: String) -> Self {
-        Self { name, segments: Vec::new(), stored: Vec::new(), size: 0 }
-    }
-
-    /// Where the next item begins; up to there the object is full.
-    fn pad(&mut self) -> u64 {
-        let offset = layout::next_offset(self.size);
-        if offset > self.size {
-            self.segments.push(Segment::Fixed(Bytes::from(vec![0; (offset - self.size) as usize])));
-            self.size = offset;
-        }
-        offset
-    }
-
-    fn push(&mut self, item: SaveItem) -> Result<()> {
-        let offset = self.pad();
-        let number = self.stored.len();
-        let payload_bytes = item.payload.len();
-        let frame = match item.kind {
-            Kind::Bytes | Kind::TorchSave => None,
-            Kind::Tensor => Some(frame_of(&item, offset)?),
-        };
-        let skip = frame.as_ref().map_or(0, |frame| frame.prefix().len() as u64);
-        if let Some(frame) = &frame {
-            self.segments.push(Segment::Fixed(Bytes::copy_from_slice(frame.prefix())));
-        }
-        self.segments.push(Segment::Payload(number));
-        if frame.is_some() {
-            self.segments.push(Segment::Suffix(number));
-        }
-        let bytes = frame.as_ref().map_or(payload_bytes, Frame::item_bytes);
-        self.size = offset + bytes;
-        self.stored.push(Stored { payload: item.payload.clone(), frame, offset, skip, bytes, items: vec![item] });
-        Ok(())
-    }
-
-    /// The bytes of those of a part's pieces that belong to payloads.
-    fn on_host(&self, pieces: &[Piece]) -> Result<Vec<Bytes>> {
-        let (mut ranges, mut at) = (Vec::new(), 0);
-        for Piece { segment, range } in pieces {
-            if let Segment::Payload(i) = &self.segments[*segment] {
-                ranges.push((at, &self.stored[*i].payload, range.clone()));
-            }
-            at += range.end - range.start;
-        }
-        payload::on_host(at, &ranges)
-    }
-
-    fn segment_bytes(&self) -> Vec<u64> {
-        let bytes = |segment: &Segment| match segment {
-            Segment::Fixed(bytes) => bytes.len() as u64,
-            Segment::Payload(i) => self.stored[*i].payload.len(),
-            Segment::Suffix(i) => self.stored[*i].frame.as_ref().map_or(0, Frame::suffix_bytes),
-        };
-        self.segments.iter().map(bytes).collect()
-    }
-}
-
-fn frame_of(item: &SaveItem, item_offset: u64) -> Result<Frame> {
-    let payload_bytes = item.payload.len();
-    let place = layout::residue(payload_bytes, item.payload.congruent_to());
-    let spec = TensorSpec { dtype: &item.dtype, shape: &item.shape, strides: &item.strides, payload_bytes };
-    let place = Placement { item_offset, align: place.align, residue: place.residue };
-    Frame::new(&spec, place).map_err(|error| Error::Plan(format!("{:?}: {error}", String::from_utf8_lossy(&item.fqn))))
-}
-
-impl Target<'_> {
     /// Appends to `record`, and to `payloads` the payload of each item.
     async fn write_object(&self, plan: ObjectPlan, record: &mut RankRecord, payloads: &mut Vec<Payload>) -> Result<()> {
         let (plan, digests) = self.put_object(plan).await?;
@@ -339,7 +198,9 @@ impl Target<'_> {
     async fn put_object(&self, plan: ObjectPlan) -> Result<(ObjectPlan, Vec<Digester>)> {
         let writer = Arc::new(self.store.create(&plan.name, plan.size).await?);
         let plan = Arc::new(plan);
-        let written = write_parts(self.store, self.budget, &plan, &writer, self.progress).await;
+        let mut writes = JoinSet::new();
+        let written = self.write_parts(&plan, &writer, &mut writes).await;
+        writes.shutdown().await;
         let writer = Arc::into_inner(writer).expect("every part's write has ended");
         match written {
             Ok(digests) => {
@@ -352,6 +213,63 @@ impl Target<'_> {
             }
         }
     }
+
+    /// Digests the parts one after another and writes them concurrently, as far as the budget allows. After a failure
+    /// some of `writes` may still be going on.
+    async fn write_parts(
+        &self,
+        plan: &Arc<ObjectPlan>,
+        writer: &Arc<Box<dyn ObjectWriter>>,
+        writes: &mut JoinSet<strata_io::Result<()>>,
+    ) -> Result<Vec<Digester>> {
+        let digests = Arc::new(Mutex::new(plan.stored.iter().map(|_| Digester::default()).collect::<Vec<_>>()));
+        let mut offset = 0;
+        let parts = layout::parts(&plan.segment_bytes(), self.store.part_bytes(plan.size));
+        for (index, pieces) in parts.into_iter().enumerate() {
+            let bytes: u64 = pieces.iter().map(|piece| piece.range.end - piece.range.start).sum();
+            let permit = self.budget.take(bytes).await;
+            while let Some(done) = writes.try_join_next() {
+                done.expect("a part's write does not panic")?;
+            }
+            let part = {
+                let (plan, digests) = (plan.clone(), digests.clone());
+                let digest = move || {
+                    let mut digests = digests.lock().expect("a digest does not panic");
+                    make_part(&plan, &pieces, &mut digests, index as u32, offset)
+                };
+                tokio::task::spawn_blocking(digest).await.expect("a digest does not panic")?
+            };
+            let (writer, progress) = (writer.clone(), self.progress.clone());
+            writes.spawn(async move {
+                let _permit = permit;
+                writer.write_part(part).await?;
+                progress.moved(bytes);
+                Ok(())
+            });
+            offset += bytes;
+        }
+        while let Some(done) = writes.join_next().await {
+            done.expect("a part's write does not panic")?;
+        }
+        Ok(Arc::into_inner(digests).expect("every part is digested").into_inner().expect("a digest does not panic"))
+    }
+
+    /// Removes what was written of objects with these `names`, the first ones of them, until it failed.
+    async fn remove(&self, record: &RankRecord, error: &Error, names: impl Iterator<Item = String>) {
+        // An object that was there before is not ours to remove.
+        let begun = usize::from(!matches!(error, Error::Io(strata_io::Error::AlreadyExists { .. })));
+        discard(self.store, names.take(record.objects.len() + begun)).await;
+    }
+}
+
+/// Removes objects of a save that failed, as far as the store lets it.
+pub(crate) async fn discard(store: &dyn Store, names: impl IntoIterator<Item = String>) {
+    for name in names {
+        if let Err(error) = store.delete(&name).await {
+            tracing::warn!("cannot remove {name} of a failed save: {error}");
+        }
+    }
+    store.tidy().await;
 }
 
 impl RankRecord {
@@ -386,66 +304,10 @@ impl SaveItem {
     }
 }
 
-/// Writes all parts; no write is running any more when this returns.
-async fn write_parts(
-    store: &dyn Store,
-    budget: &ByteBudget,
-    plan: &Arc<ObjectPlan>,
-    writer: &SharedWriter,
-    progress: &Arc<Progress>,
-) -> Result<Vec<Digester>> {
-    let mut writes = JoinSet::new();
-    let result = feed_parts(store, budget, plan, writer, progress, &mut writes).await;
-    writes.shutdown().await;
-    result
-}
-
-type SharedWriter = Arc<Box<dyn ObjectWriter>>;
-
-/// Digests the parts one after another and writes them concurrently, as far as the budget allows.
-async fn feed_parts(
-    store: &dyn Store,
-    budget: &ByteBudget,
-    plan: &Arc<ObjectPlan>,
-    writer: &SharedWriter,
-    progress: &Arc<Progress>,
-    writes: &mut JoinSet<strata_io::Result<()>>,
-) -> Result<Vec<Digester>> {
-    let digests = Arc::new(Mutex::new(plan.stored.iter().map(|_| Digester::default()).collect::<Vec<_>>()));
-    let mut offset = 0;
-    for (index, pieces) in layout::parts(&plan.segment_bytes(), store.part_bytes(plan.size)).into_iter().enumerate() {
-        let bytes: u64 = pieces.iter().map(|piece| piece.range.end - piece.range.start).sum();
-        let permit = budget.take(bytes).await;
-        while let Some(done) = writes.try_join_next() {
-            done.expect("a part's write does not panic")?;
-        }
-        let part = {
-            let (plan, digests) = (plan.clone(), digests.clone());
-            let digest = move || {
-                let mut digests = digests.lock().expect("a digest does not panic");
-                make_part(&plan, &pieces, &mut digests, index as u32, offset)
-            };
-            tokio::task::spawn_blocking(digest).await.expect("a digest does not panic")?
-        };
-        let (writer, progress) = (writer.clone(), progress.clone());
-        writes.spawn(async move {
-            let _permit = permit;
-            writer.write_part(part).await?;
-            progress.moved(bytes);
-            Ok(())
-        });
-        offset += bytes;
-    }
-    while let Some(done) = writes.join_next().await {
-        done.expect("a part's write does not panic")?;
-    }
-    Ok(Arc::into_inner(digests).expect("every part is digested").into_inner().expect("a digest does not panic"))
-}
-
 /// Blocks, for the digests and for copies from devices.
 fn make_part(plan: &ObjectPlan, pieces: &[Piece], digests: &mut [Digester], index: u32, offset: u64) -> Result<Part> {
     let (mut part_pieces, mut part_crc) = (Vec::with_capacity(pieces.len()), 0);
-    let mut payloads = plan.on_host(pieces)?.into_iter();
+    let mut payloads = payload_bytes(plan, pieces)?.into_iter();
     for Piece { segment, range } in pieces {
         let (bytes, crc) = match &plan.segments[*segment] {
             Segment::Fixed(bytes) => with_crc(slice(bytes, range)),
@@ -463,6 +325,18 @@ fn make_part(plan: &ObjectPlan, pieces: &[Piece], digests: &mut [Digester], inde
         part_pieces.push(bytes);
     }
     Ok(Part { index, offset, pieces: part_pieces, crc32: part_crc })
+}
+
+/// Of those of a part's pieces that belong to payloads.
+fn payload_bytes(plan: &ObjectPlan, pieces: &[Piece]) -> Result<Vec<Bytes>> {
+    let (mut ranges, mut at) = (Vec::new(), 0);
+    for Piece { segment, range } in pieces {
+        if let Segment::Payload(i) = &plan.segments[*segment] {
+            ranges.push((at, &plan.stored[*i].payload, range.clone()));
+        }
+        at += range.end - range.start;
+    }
+    payload::on_host(at, &ranges)
 }
 
 fn slice(bytes: &Bytes, range: &Range<u64>) -> Bytes {

@@ -147,7 +147,7 @@ pub fn index(manifest: &Manifest) -> Option<Vec<u8>> {
     let (mut file_of, mut total_bytes) = (BTreeMap::new(), 0);
     manifest.items.each(|item| {
         let object = &manifest.objects[item.object as usize];
-        if item.kind == Kind::Tensor && object.reference.is_none() && is_our_safetensors(&object.name) {
+        if item.kind == Kind::Tensor && object.is_own() && is_our_safetensors(&object.name) {
             let name = item.fqn.strip_prefix(MODEL_PREFIX.as_bytes()).unwrap_or(&item.fqn);
             file_of.insert(String::from_utf8_lossy(name).into_owned(), object.name.as_str());
             total_bytes += item.payload_bytes;

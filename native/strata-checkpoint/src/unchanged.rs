@@ -5,14 +5,15 @@ use std::sync::Arc;
 
 use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::Store;
-use strata_io::digest::{BLOCK_BYTES, xxh3};
+use strata_io::digest::xxh3;
 
 use crate::changed::{self, EarlierContent};
 use crate::item::{Dims, Item, Kind, Object, num_blocks};
 use crate::manifest::Manifest;
 use crate::open::{Source, open};
 use crate::payload;
-use crate::record::RankRecord;
+use crate::plan::block_range;
+use crate::record::{RankRecord, number_of};
 use crate::save::SaveItem;
 use crate::{Error, Result};
 
@@ -117,7 +118,7 @@ impl Parent {
             if left.is_empty() {
                 return Ok(None);
             }
-            let range = block * BLOCK_BYTES..((block + 1) * BLOCK_BYTES).min(item.payload.len());
+            let range = block_range(block, item.payload.len());
             let bytes = payload::on_host(range.end - range.start, &[(0, &item.payload, range)])?;
             let digest = xxh3(&bytes[0]);
             let known = |row: usize| self.manifest.items[row].digests.get(block as usize);
@@ -151,9 +152,15 @@ pub(crate) async fn sort(items: Vec<SaveItem>, parent: &Arc<Parent>) -> Result<S
         }
     });
     let found: Vec<(SaveItem, Option<usize>)> = stream::iter(looks).buffered(threads).try_collect().await?;
-    let (changed, unchanged): (Vec<_>, Vec<_>) = found.into_iter().partition(|(_, row)| row.is_none());
-    let changed = changed::choose(changed.into_iter().map(|(item, _)| item).collect(), parent).await?;
-    let rows = unchanged.iter().filter_map(|(_, row)| *row).map(|row| &parent.manifest.items[row]);
+    let (mut changed, mut unchanged) = (Vec::new(), Vec::new());
+    for (item, row) in found {
+        match row {
+            None => changed.push(item),
+            Some(row) => unchanged.push((item, row)),
+        }
+    }
+    let changed = changed::choose(changed, parent).await?;
+    let rows = unchanged.iter().map(|(_, row)| &parent.manifest.items[*row]);
     let rows = rows.map(|item| (item.object, item.item_offset, item.item_bytes));
     let bases = changed.iter().filter_map(|(item, choice)| {
         let base = choice.base.as_ref()?;
@@ -163,9 +170,10 @@ pub(crate) async fn sort(items: Vec<SaveItem>, parent: &Arc<Parent>) -> Result<S
 
     let mut sorted = Sorted::default();
     for (item, row) in unchanged {
-        match row.filter(|row| worth.contains(&parent.manifest.items[*row].object)) {
-            None => sorted.plain.push(item),
-            Some(row) => sorted.unchanged.push((item, row)),
+        if worth.contains(&parent.manifest.items[row].object) {
+            sorted.unchanged.push((item, row));
+        } else {
+            sorted.plain.push(item);
         }
     }
     for (item, choice) in changed {
@@ -218,16 +226,8 @@ pub(crate) fn refer(record: &mut RankRecord, unchanged: Vec<(SaveItem, usize)>, 
 fn place(record: &mut RankRecord, parent: &Parent, places: &mut HashMap<u32, u32>, object: u32) -> u32 {
     *places.entry(object).or_insert_with(|| {
         let object = &parent.manifest.objects[object as usize];
-        let reference = reference_to(record, parent.owner(object));
+        let reference = number_of(&mut record.references, parent.owner(object));
         record.objects.push(Object { reference: Some(reference), ..object.clone() });
         record.objects.len() as u32 - 1
     })
-}
-
-fn reference_to(record: &mut RankRecord, owner: (String, String)) -> u32 {
-    let known = record.references.iter().position(|known| *known == owner);
-    known.unwrap_or_else(|| {
-        record.references.push(owner);
-        record.references.len() - 1
-    }) as u32
 }

@@ -16,7 +16,7 @@ use self::spans::{Part, Span, spans};
 use crate::bounce;
 use crate::container::{Frame, Placement, TensorSpec};
 use crate::destination::watch;
-use crate::item::{Item, Kind, Object, num_blocks};
+use crate::item::{Item, Kind, num_blocks};
 use crate::load::{ReadStats, object_path, verify_block};
 use crate::names::is_our_safetensors;
 use crate::open::{Checkpoint, Source};
@@ -54,88 +54,87 @@ impl Findings {
 ///
 /// Stock checkpoints: the CRC of each archive's tensor, where it has one; call [`crate::stock::resolve`] first.
 pub async fn verify(store: &dyn Store, checkpoint: &Checkpoint, progress: &Progress) -> (ReadStats, Findings) {
-    let mut findings = Findings::default();
-    findings.problems.extend(checkpoint.lost_manifest(store.url()));
+    let mut tally = Tally::default();
+    tally.findings.problems.extend(checkpoint.lost_manifest(store.url()));
     let siblings = match Siblings::of(store, &checkpoint.manifest) {
         Ok(siblings) => siblings,
         Err(error) => {
-            findings.problems.push(error.to_string());
-            return (ReadStats::default(), findings);
+            tally.findings.problems.push(error.to_string());
+            return (tally.stats, tally.findings);
         }
     };
-    let sizes = object_sizes(store, &siblings, checkpoint, &mut findings).await;
-    let base = |item: &Item| item.encoding.as_ref().and_then(|encoding| encoding.base.clone());
-    let is_there = |item: &&Item| {
-        let end_of_base = base(item).map(|base| (base.object, base.offset + item.payload_bytes));
-        let ends = [(item.object, item.item_offset + item.item_bytes)].into_iter().chain(end_of_base);
-        ends.into_iter().all(|(object, end)| end <= sizes[object as usize])
-    };
-    let all = checkpoint.manifest.items.all();
-    let items: Vec<&Item> = unique_items(&all).into_iter().filter(is_there).collect();
-    // Objects of others may hold items between these that are not in this manifest, and stock's anything.
-    let is_zero_between = |item: &Item| {
-        let object = &checkpoint.manifest.objects[item.object as usize];
-        checkpoint.source == Source::Strata && object.reference.is_none() && !is_our_safetensors(&object.name)
-    };
-    let (encoded, plain): (Vec<&Item>, Vec<&Item>) = items.into_iter().partition(|item| item.encoding.is_some());
-    let (spans, blocks) = (spans(&plain, is_zero_between), encoded::blocks(&encoded));
-    progress.plan(spans.iter().map(Span::bytes).sum::<u64>() + blocks.iter().map(Block::bytes).sum::<u64>());
     let place = Place { store, siblings: &siblings, checkpoint };
+    let sizes = place.object_sizes(&mut tally.findings).await;
+    let all = checkpoint.manifest.items.all();
+    let items = unique_items(&all).into_iter().filter(|item| is_within(item, &sizes));
+    let (encoded, plain): (Vec<&Item>, Vec<&Item>) = items.partition(|item| item.encoding.is_some());
+    let spans = spans(&plain, |item| place.is_zero_between(item));
+    let blocks = encoded::blocks(&encoded);
+    progress.plan(spans.iter().map(Span::bytes).sum::<u64>() + blocks.iter().map(Block::bytes).sum::<u64>());
     let of_spans = spans.iter().map(|span| place.check(span).boxed());
     let checks: Vec<_> = of_spans.chain(blocks.iter().map(|block| place.check_block(block).boxed())).collect();
     let mut results = stream::iter(checks).buffered(READS_AHEAD);
-    let mut stats = ReadStats::default();
-    let mut whole = WholeCrcs::default();
-    let mut unreadable = HashSet::new();
     while let Some(checked) = results.next().await {
-        stats.requests += 1;
         progress.moved(checked.bytes);
-        if let Some(error) = &checked.failed {
-            // One sentence an object: what refuses one read most often refuses all.
-            if unreadable.insert(checked.first.object) {
-                findings.add(error, format!("{:?}: {error}", checked.first.name()));
-            }
-            continue;
-        }
-        stats.bytes_read += checked.bytes;
-        stats.blocks_verified += checked.blocks;
-        findings.problems.extend(checked.problems);
-        checked.crcs.iter().for_each(|(part, crc32)| whole.add(part, *crc32));
+        tally.add(checked);
     }
-    // What was not read whole has been said.
-    let read_whole = whole.crcs.into_iter().filter(|(item, _)| !unreadable.contains(&item.object));
-    for (item, found) in read_whole.filter(|(item, _)| item.digests.is_empty()) {
-        check_whole(checkpoint, item, found, &mut stats, &mut findings);
-    }
-    findings.problems.extend(all.iter().filter_map(inline_problem));
-    check_heads(store, checkpoint, &all, &sizes, &mut stats, &mut findings).await;
-    (stats, findings)
+    tally.settle(checkpoint);
+    tally.findings.problems.extend(all.iter().filter_map(inline_problem));
+    place.check_heads(&all, &sizes, &mut tally).await;
+    (tally.stats, tally.findings)
 }
 
-/// Real size of each object; one that is missing, shorter than its items need, or of ours longer than it was written,
-/// is a problem, named once.
-async fn object_sizes(
-    store: &dyn Store,
-    siblings: &Siblings,
-    checkpoint: &Checkpoint,
-    findings: &mut Findings,
-) -> Vec<u64> {
-    let objects = &checkpoint.manifest.objects;
-    let asked: Vec<_> = objects.iter().map(|object| siblings.place(store, object).size(&object.name)).collect();
-    let found: Vec<_> = stream::iter(asked).buffered(SIZES_AHEAD).collect().await;
-    let mut sizes = Vec::new();
-    for ((number, object), size) in objects.iter().enumerate().zip(found) {
-        match &size {
-            Ok(size) if *size == object.size || (*size > object.size && checkpoint.source != Source::Strata) => {}
-            Ok(size) => {
-                let path = object_path(store.url(), checkpoint, number as u32);
-                findings.problems.push(format!("{path}: expected {} bytes, found {size}", object.size));
+/// What was found so far.
+#[derive(Default)]
+struct Tally<'a> {
+    stats: ReadStats,
+    findings: Findings,
+    /// CRCs of payloads whose blocks have no digests; their pieces come in order.
+    whole_crcs: Vec<(&'a Item, u32)>,
+    /// Objects of which a read has failed.
+    unreadable: HashSet<u32>,
+}
+
+impl<'a> Tally<'a> {
+    fn add(&mut self, checked: Checked<'a>) {
+        self.stats.requests += 1;
+        if let Some(error) = &checked.failed {
+            // One sentence an object: what refuses one read most often refuses all.
+            if self.unreadable.insert(checked.first.object) {
+                self.findings.add(error, format!("{:?}: {error}", checked.first.name()));
             }
-            Err(error) => findings.add(error, explained(error.clone(), store.url(), object).to_string()),
+            return;
         }
-        sizes.push(size.unwrap_or(0));
+        self.stats.bytes_read += checked.bytes;
+        self.stats.blocks_verified += checked.blocks;
+        self.findings.problems.extend(checked.problems);
+        for (part, crc32) in checked.crcs {
+            match self.whole_crcs.last_mut() {
+                Some((last, whole)) if std::ptr::eq(*last, part.item) => {
+                    *whole = crc32_combine(*whole, crc32, part.payload.end - part.payload.start);
+                }
+                _ => self.whole_crcs.push((part.item, crc32)),
+            }
+        }
     }
-    sizes
+
+    /// Compares the CRCs of whole payloads with those of their archives, where they have one.
+    fn settle(&mut self, checkpoint: &Checkpoint) {
+        for (item, found) in std::mem::take(&mut self.whole_crcs) {
+            if self.unreadable.contains(&item.object) {
+                continue; // not read whole, which has been said
+            }
+            match item.whole_crc32 {
+                None => self.stats.unverified_bytes += item.payload_bytes,
+                Some(expected) if expected == found => self.stats.blocks_verified += num_blocks(item.payload_bytes),
+                Some(expected) => self.findings.problems.push(format!(
+                    "{:?} in {}: expected crc32 {expected:#010x}, found {found:#010x}",
+                    item.name(),
+                    checkpoint.manifest.path_of(item.object)
+                )),
+            }
+        }
+    }
 }
 
 /// Each payload once, in the order of the objects.
@@ -143,6 +142,14 @@ fn unique_items(items: &[Item]) -> Vec<&Item> {
     let unique: BTreeMap<(u32, u64, u64), &Item> =
         items.iter().map(|item| ((item.object, item.item_offset, item.item_bytes), item)).collect();
     unique.into_values().collect()
+}
+
+/// Whether an item, and what it was XORed with, lie within their objects, which have these sizes.
+fn is_within(item: &Item, sizes: &[u64]) -> bool {
+    let base = item.encoding.as_ref().and_then(|encoding| encoding.base.as_ref());
+    let end_of_base = base.map(|base| (base.object, base.offset + item.payload_bytes));
+    let mut ends = [(item.object, item.item_offset + item.item_bytes)].into_iter().chain(end_of_base);
+    ends.all(|(object, end)| end <= sizes[object as usize])
 }
 
 /// What was found in bytes that were read at once.
@@ -171,6 +178,35 @@ struct Place<'a> {
 }
 
 impl Place<'_> {
+    /// Real size of each object; one that is missing, shorter than its items need, or of ours longer than it was
+    /// written, is a problem, named once.
+    async fn object_sizes(&self, findings: &mut Findings) -> Vec<u64> {
+        let Self { store, siblings, checkpoint } = *self;
+        let objects = &checkpoint.manifest.objects;
+        let asked: Vec<_> = objects.iter().map(|object| siblings.place(store, object).size(&object.name)).collect();
+        let found: Vec<_> = stream::iter(asked).buffered(SIZES_AHEAD).collect().await;
+        let mut sizes = Vec::new();
+        for ((number, object), size) in objects.iter().enumerate().zip(found) {
+            match &size {
+                Ok(size) if *size == object.size || (*size > object.size && checkpoint.source != Source::Strata) => {}
+                Ok(size) => {
+                    let path = object_path(store.url(), checkpoint, number as u32);
+                    findings.problems.push(format!("{path}: expected {} bytes, found {size}", object.size));
+                }
+                Err(error) => findings.add(error, explained(error.clone(), store.url(), object).to_string()),
+            }
+            sizes.push(size.unwrap_or(0));
+        }
+        sizes
+    }
+
+    /// Whether what lies before an item, behind the one before it, is known to be zeros: objects of others may hold
+    /// items there that are not in this manifest, and stock's anything.
+    fn is_zero_between(&self, item: &Item) -> bool {
+        let object = &self.checkpoint.manifest.objects[item.object as usize];
+        self.checkpoint.source == Source::Strata && object.is_own() && !is_our_safetensors(&object.name)
+    }
+
     /// Reads a span, digested on the way, and compares.
     async fn check<'a>(&self, span: &'a Span<'a>) -> Checked<'a> {
         let mut checked = Checked::of(span.parts[0].item, span.bytes());
@@ -215,49 +251,36 @@ impl Place<'_> {
             checked.problems.extend(problem.map(|what| format!("{:?} in {}: {what}", part.item.name(), object())));
         }
     }
-}
 
-/// Makes the head of each file of safetensors anew and compares it: our digests do not cover it.
-async fn check_heads(
-    store: &dyn Store,
-    checkpoint: &Checkpoint,
-    items: &[Item],
-    sizes: &[u64],
-    stats: &mut ReadStats,
-    findings: &mut Findings,
-) {
-    let is_file = |object: &Object| object.reference.is_none() && is_our_safetensors(&object.name);
-    let objects = checkpoint.manifest.objects.iter().enumerate().filter(|(_, object)| is_file(object));
-    for (number, object) in objects.filter(|_| checkpoint.source == Source::Strata) {
-        let path = object_path(store.url(), checkpoint, number as u32);
-        let inside = items.iter().filter(|item| item.object as usize == number && item.kind == Kind::Tensor);
-        let Some(head) = servable::head_of(inside) else {
-            findings.problems.push(format!("{path}: no head of safetensors can say what is in it"));
-            continue;
-        };
-        if sizes[number] < head.len() as u64 {
-            continue; // it has been named
+    /// Makes the head of each file of safetensors anew and compares it: our digests do not cover it.
+    async fn check_heads(&self, items: &[Item], sizes: &[u64], tally: &mut Tally<'_>) {
+        if self.checkpoint.source != Source::Strata {
+            return;
         }
-        match store.read(&object.name, Some(0..head.len() as u64)).await {
-            Ok(found) if found == head => {}
-            Ok(_) => findings.problems.push(format!("{path}: its head, which readers of safetensors need, is damaged")),
-            Err(error) => findings.add(&error, error.to_string()),
+        for (number, object) in self.checkpoint.manifest.objects.iter().enumerate() {
+            if !object.is_own() || !is_our_safetensors(&object.name) {
+                continue;
+            }
+            let path = object_path(self.store.url(), self.checkpoint, number as u32);
+            let inside = items.iter().filter(|item| item.object as usize == number && item.kind == Kind::Tensor);
+            let Some(head) = servable::head_of(inside) else {
+                tally.findings.problems.push(format!("{path}: no head of safetensors can say what is in it"));
+                continue;
+            };
+            if sizes[number] < head.len() as u64 {
+                continue; // it has been named
+            }
+            match self.store.read(&object.name, Some(0..head.len() as u64)).await {
+                Ok(found) if found == head => {}
+                Ok(_) => {
+                    let what = "its head, which readers of safetensors need, is damaged";
+                    tally.findings.problems.push(format!("{path}: {what}"));
+                }
+                Err(error) => tally.findings.add(&error, error.to_string()),
+            }
+            tally.stats.requests += 1;
+            tally.stats.bytes_read += head.len() as u64;
         }
-        stats.requests += 1;
-        stats.bytes_read += head.len() as u64;
-    }
-}
-
-/// Compares the CRC that was `found` of a payload without digests with that of its archive, where it has one.
-fn check_whole(checkpoint: &Checkpoint, item: &Item, found: u32, stats: &mut ReadStats, findings: &mut Findings) {
-    match item.whole_crc32 {
-        None => stats.unverified_bytes += item.payload_bytes,
-        Some(expected) if expected == found => stats.blocks_verified += num_blocks(item.payload_bytes),
-        Some(expected) => findings.problems.push(format!(
-            "{:?} in {}: expected crc32 {expected:#010x}, found {found:#010x}",
-            item.name(),
-            checkpoint.manifest.path_of(item.object)
-        )),
     }
 }
 
@@ -272,8 +295,7 @@ fn frame_problem(item: &Item, head: Option<&[u8]>, tail: Option<&[u8]>) -> Optio
         strides: &item.strides,
         payload_bytes: item.payload_bytes,
     };
-    let align =
-        if item.payload_bytes < layout::ALIGNED_PAYLOAD_BYTES { layout::ITEM_ALIGN } else { layout::DIRECT_ALIGN };
+    let align = layout::residue(item.payload_bytes, 0).align;
     let place = Placement { item_offset: item.item_offset, align, residue: item.payload_offset() % align };
     let Ok(frame) = Frame::new(&spec, place) else {
         return Some("its frame cannot be made");
@@ -293,21 +315,4 @@ fn inline_problem(item: &Item) -> Option<String> {
     let inline = item.inline.as_ref()?;
     let expected = item.digests.get(0).map_or(xxh3(b""), |digest| digest.xxh3);
     (xxh3(inline) != expected).then(|| format!("{:?}: the manifest's copy differs from the written value", item.name()))
-}
-
-/// CRCs of payloads whose pieces arrive in order.
-#[derive(Default)]
-struct WholeCrcs<'a> {
-    crcs: Vec<(&'a Item, u32)>,
-}
-
-impl<'a> WholeCrcs<'a> {
-    fn add(&mut self, part: &Part<'a>, crc: u32) {
-        match self.crcs.last_mut() {
-            Some((last, whole)) if std::ptr::eq(*last, part.item) => {
-                *whole = crc32_combine(*whole, crc, part.payload.end - part.payload.start);
-            }
-            _ => self.crcs.push((part.item, crc)),
-        }
-    }
 }

@@ -291,7 +291,7 @@ async fn an_upload_that_nobody_could_abort_is_found_and_ended_later() {
 #[tokio::test]
 async fn uploads_are_listed_whoever_began_them() {
     let (endpoint, bucket) = support::servers::moto_bucket().await;
-    let store = support::s3(&endpoint, &bucket, &config());
+    let store = support::s3(endpoint, &bucket, &config());
     let child = store.child("odd & <name>").unwrap();
     let writer = child.create("large", 11 << 20).await.unwrap();
     let names = |open: Vec<OpenUpload>| open.into_iter().map(|upload| upload.name).collect::<Vec<_>>();

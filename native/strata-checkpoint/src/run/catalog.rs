@@ -107,13 +107,12 @@ impl Listed {
         let State::Committed(manifest) = &self.state else { return None };
         let run = manifest.run.clone();
         let named = parse_folder(&self.folder).map(|(step, _)| step);
-        let own = manifest.objects.iter().filter(|object| object.reference.is_none());
         Some(CheckpointMetadata {
             id: manifest.save_id.clone(),
             step: run.as_ref().map(|run| run.step).or(named)?,
             epoch: run.as_ref().map_or(0, |run| run.epoch),
             path: format!("{}/{}", root.trim_end_matches('/'), self.folder),
-            size_bytes: own.map(|object| object.size).sum(),
+            size_bytes: manifest.own_objects().map(|object| object.size).sum(),
             checkpoint_type: run.as_ref().map_or(CheckpointType::Full, |run| run.checkpoint_type),
             model_hash: run.as_ref().and_then(|run| run.model_hash.clone()),
             metadata: run.as_ref().map(|run| run.metadata.clone().into_iter().collect()).unwrap_or_default(),
@@ -274,8 +273,7 @@ async fn heads(run_root: &dyn Store, folder: &str, objects: &[ObjectInfo], known
 impl Heads {
     fn name(&mut self, manifest: &Manifest, name: ManifestName, is_retired: bool) {
         if is_retired {
-            let own = manifest.objects.iter().filter(|object| object.reference.is_none());
-            self.retired.extend(own.map(|object| object.name.clone()).chain([name.path()]));
+            self.retired.extend(manifest.own_objects().map(|object| object.name.clone()).chain([name.path()]));
             return;
         }
         self.save_ids.insert(manifest.save_id.clone());

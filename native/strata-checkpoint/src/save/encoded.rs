@@ -9,7 +9,8 @@ use futures::FutureExt;
 use futures::stream::{self, Stream, StreamExt};
 use strata_io::digest::{BlockDigest, crc32, xxh3};
 
-use super::{ObjectPlan, SaveItem, Segment, Target};
+use super::objects::{ObjectPlan, Segment};
+use super::{SaveItem, Target};
 use crate::bounce::{self, Bounce};
 use crate::changed::{EarlierContent, read_base};
 use crate::encoding::{Encoding, XorBase, encode_block, planes_of};

@@ -4,7 +4,8 @@ use std::cmp::Reverse;
 
 use bytes::Bytes;
 
-use super::{ObjectPlan, SaveItem, Segment, Stored};
+use super::SaveItem;
+use super::objects::{ObjectPlan, Segment, Stored};
 use crate::container::dtype_bytes;
 use crate::servable::{Row, head, least_head_bytes};
 use crate::{Result, layout, names};

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use async_trait::async_trait;
 use futures::future::BoxFuture;
 use strata_io::Error;
-use strata_io::testing::{Hook, Kind, Request};
+use strata_io::testing::{Hook, Request};
 
 /// Numbers that are the same for the same seed: splitmix64, <https://prng.di.unimi.it/splitmix64.c>.
 #[derive(Debug)]
@@ -90,10 +90,6 @@ fn failed(request: &Request<'_>, detail: &str) -> Error {
     Error::Exhausted { operation: "ask for", object, tries: 8, elapsed_s: 1.0, detail }
 }
 
-fn is_change(kind: Kind) -> bool {
-    matches!(kind, Kind::Put | Kind::PutNew | Kind::Begin | Kind::Part | Kind::Finish | Kind::Delete)
-}
-
 #[async_trait]
 impl Hook for Chaos {
     async fn before(&self, request: &Request<'_>) -> strata_io::Result<()> {
@@ -122,6 +118,6 @@ impl Hook for Chaos {
             return Err(failed(request, "the process is dead"));
         }
         let lost = self.trouble.lock().expect("no panic while held").lost;
-        if is_change(request.kind) && self.hits(lost) { Err(failed(request, "the answer was lost")) } else { Ok(()) }
+        if request.kind.is_change() && self.hits(lost) { Err(failed(request, "the answer was lost")) } else { Ok(()) }
     }
 }

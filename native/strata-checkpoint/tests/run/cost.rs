@@ -11,7 +11,7 @@ use strata_io::Store;
 use strata_io::schedule::ByteBudget;
 use strata_io::testing::{CountingStore, Counts};
 
-use super::{Duration, HashSet, Life, NOW, NonZeroU64, Tensor, item, memory, promises, stock};
+use super::{Duration, Life, NOW, NonZeroU64, Tensor, item, memory, promises, stock};
 
 const CHECKPOINTS: u64 = 200;
 const RANKS: u32 = 10;

@@ -3,7 +3,7 @@
 //!
 //! A seed that failed is run alone, or some are, with `STRATA_SEEDS=<seed>..<end> cargo test --test run schedules`.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::BTreeSet;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};

@@ -37,6 +37,13 @@ pub enum Kind {
     Probe,
 }
 
+impl Kind {
+    /// Whether such a request changes what is stored; ending an upload that nobody sees yet does not.
+    pub fn is_change(self) -> bool {
+        matches!(self, Self::Put | Self::PutNew | Self::Begin | Self::Part | Self::Finish | Self::Delete)
+    }
+}
+
 /// A request about to be made, or just made.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {

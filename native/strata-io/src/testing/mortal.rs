@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 
 use async_trait::async_trait;
 
-use super::{Hook, Kind, Request};
+use super::{Hook, Request};
 use crate::{Error, Result};
 
 /// Refuses everything once so many requests that change something were made.
@@ -23,9 +23,8 @@ impl Dies {
 #[async_trait]
 impl Hook for Dies {
     async fn before(&self, request: &Request<'_>) -> Result<()> {
-        use Kind::{Begin, Delete, Finish, Part, Put, PutNew};
-        let changes = matches!(request.kind, Put | PutNew | Begin | Part | Finish | Delete);
-        let left = if changes { self.left.fetch_sub(1, Relaxed) } else { self.left.load(Relaxed) };
+        let is_change = request.kind.is_change();
+        let left = if is_change { self.left.fetch_sub(1, Relaxed) } else { self.left.load(Relaxed) };
         if left > 0 {
             return Ok(());
         }
