@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, directory: Path, report: dict[str, Any]) -> No
     """Save `args.items` tensors of 64 B straight through the core, open the result, add a table to `report`."""
     native = importlib.import_module("torch_strata._native")
     config = importlib.import_module("torch_strata.config").StorageConfig()
-    store = importlib.import_module("torch_strata.checkpoint._store").open_store(directory, config)
+    store = importlib.import_module("torch_strata._store").open_store(directory, config)
     memory = torch.zeros(args.items * _ITEM_BYTES // 4)
     save_id = uuid.uuid4().hex
     names = [f"model.layers.{i // 1000}.experts.{i % 1000}.weight".encode() for i in range(args.items)]

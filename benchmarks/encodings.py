@@ -18,8 +18,8 @@ import torch
 from _training_states import Training, Transformer
 
 from torch_strata import CheckpointManager, StorageConfig
+from torch_strata._store import open_store
 from torch_strata.checkpoint._opened import open_checkpoint
-from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.save_stats import SaveStats
 
 

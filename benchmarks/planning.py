@@ -80,7 +80,7 @@ def prepare(kind: str, num_ranks: int, num_items: int, folder: Path) -> dict[str
     if kind == STOCK:
         return {}
     from torch_strata import StorageConfig, _native
-    from torch_strata.checkpoint._store import open_store
+    from torch_strata._store import open_store
 
     store = open_store("memory://prepared", StorageConfig())
     length, names = _ROWS * _COLUMNS * 4, [name.encode() for name in _names(num_items)]

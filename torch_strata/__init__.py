@@ -1,4 +1,4 @@
-"""Checkpoints for PyTorch Distributed Checkpoint through a Rust core.
+"""Checkpoints and data for PyTorch through a Rust core.
 
 Importing this package starts nothing and imports no torch; names are loaded when they are first used.
 """
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from torch_strata.checkpoint.verify import VerifyReport, verify
     from torch_strata.checkpoint.writer import StrataWriter
     from torch_strata.config import StorageConfig
+    from torch_strata.data.batch import Batch, Position
+    from torch_strata.data.dataset import ShardDataset
+    from torch_strata.data.pipe import StrataShardPipe
+    from torch_strata.data.shuffle import Shuffle
     from torch_strata.errors import (
         CheckpointError,
         CheckpointExistsError,
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncCheckpointWriter",
+    "Batch",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointHandle",
@@ -89,12 +94,15 @@ __all__ = [
     "ManifestError",
     "NotEnoughMembersError",
     "ObjectNotFoundError",
+    "Position",
     "PreconditionError",
     "ReadStats",
     "Retention",
     "SaveHandle",
     "SaveProgress",
     "SaveStats",
+    "ShardDataset",
+    "Shuffle",
     "StaleGenerationError",
     "StorageConfig",
     "StorageError",
@@ -104,6 +112,7 @@ __all__ = [
     "StrataLoadPlanner",
     "StrataReader",
     "StrataSavePlanner",
+    "StrataShardPipe",
     "StrataWriter",
     "VerifyReport",
     "async_save",
@@ -124,6 +133,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncCheckpointWriter": "checkpoint.bytes_writer",
+    "Batch": "data.batch",
     "CheckpointHandle": "checkpoint.checkpoint_handle",
     "CheckpointManager": "checkpoint.manager",
     "CheckpointMetadata": "checkpoint.run",
@@ -140,16 +150,20 @@ _HOMES = {
     "KeepLast": "checkpoint.retention",
     "KeepYounger": "checkpoint.retention",
     "ListedCheckpoint": "checkpoint.run",
+    "Position": "data.batch",
     "ReadStats": "checkpoint.reader",
     "Retention": "checkpoint.retention",
     "SaveHandle": "checkpoint.handle",
     "SaveProgress": "checkpoint.handle",
     "SaveStats": "checkpoint.save_stats",
+    "ShardDataset": "data.dataset",
+    "Shuffle": "data.shuffle",
     "StorageConfig": "config",
     "StoreStats": "checkpoint.store_stats",
     "StrataLoadPlanner": "checkpoint.planner",
     "StrataReader": "checkpoint.reader",
     "StrataSavePlanner": "checkpoint.save_planner",
+    "StrataShardPipe": "data.pipe",
     "StrataWriter": "checkpoint.writer",
     "VerifyReport": "checkpoint.verify",
     "async_save": "checkpoint.async_save",

@@ -8,6 +8,7 @@ pickled value inside an object. A *row* is an item's position in the open checkp
 from collections.abc import Sequence
 from typing import Any, final
 
+from torch_strata._native_data import Batches, DataIndex, DataOrder, SharedBytes
 from torch_strata._native_memory import Copy, PageLock, memory_file, populate, release_ended, start_copy
 from torch_strata._native_run import Parent, Run, run_folder
 from torch_strata._types import EntryColumns, RunInfo, StockParts
@@ -18,14 +19,18 @@ __all__ = [
     "TENSOR",
     "TORCH_SAVE",
     "Base",
+    "Batches",
     "Checkpoint",
     "CommitStats",
     "Copy",
+    "DataIndex",
+    "DataOrder",
     "PageLock",
     "Parent",
     "ReadStats",
     "Round",
     "Run",
+    "SharedBytes",
     "Store",
     "Together",
     "Transfer",

@@ -24,7 +24,7 @@ from torch_strata import (
     _native,
     verify,
 )
-from torch_strata.checkpoint._store import open_store
+from torch_strata._store import open_store
 
 
 def save_with(writer: StrataWriter, value: float) -> None:

@@ -22,10 +22,10 @@ from tests.checkpoint.ranks import run_ranks
 from tests.checkpoint.states import assert_same, failure_of, flip, largest_object, load, random_bits, same_bits
 from tests.cli.commands import strata, strata_json
 from torch_strata import ChecksumError, ManifestError, ObjectNotFoundError, StrataReader, verify
+from torch_strata._store import open_store
 from torch_strata.checkpoint import _run_writer
 from torch_strata.checkpoint._content import Content, content_of
 from torch_strata.checkpoint._opened import open_checkpoint
-from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.manager import CheckpointManager
 from torch_strata.checkpoint.retention import KeepLast
 from torch_strata.checkpoint.run import CheckpointType

@@ -14,7 +14,7 @@ import torch
 
 from tests.checkpoint.states import flip, largest_object
 from torch_strata import StorageConfig, StrataReader, _native
-from torch_strata.checkpoint._store import open_store
+from torch_strata._store import open_store
 from torch_strata.checkpoint.manager import CheckpointManager
 from torch_strata.checkpoint.retention import KeepAny, KeepBest, KeepEverySteps, KeepLast
 from torch_strata.checkpoint.run import CheckpointType

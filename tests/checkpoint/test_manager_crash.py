@@ -18,8 +18,8 @@ import torch
 from tests.checkpoint.ranks import _CONTEXT
 from tests.support.s3 import Bucket, options
 from torch_strata import CheckpointNotFoundError, StorageConfig
+from torch_strata._store import open_store
 from torch_strata.checkpoint._opened import open_checkpoint
-from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.manager import CheckpointManager
 from torch_strata.checkpoint.retention import KeepLast
 from torch_strata.checkpoint.run import open_run

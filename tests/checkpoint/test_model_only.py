@@ -19,9 +19,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.checkpoint.ranks import run_ranks
 from tests.checkpoint.states import DTYPES, SHAPES, assert_same, flip, random_bits
 from torch_strata import StorageConfig, StrataReader, _native, verify
+from torch_strata._store import open_store
 from torch_strata.checkpoint._content import content_of
 from torch_strata.checkpoint._opened import open_checkpoint
-from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.copy_run import copy_run
 from torch_strata.checkpoint.copying import copy_checkpoint
 from torch_strata.checkpoint.manager import CheckpointManager

@@ -14,7 +14,7 @@ from tests.checkpoint.s3_states import RUN, SMALL_PARTS, Forward, leftovers, loa
 from tests.checkpoint.states import failure_of, save
 from tests.support.s3 import SECRET, Answer, Request, gateway, options, refusal
 from torch_strata import StorageConfig, StorageError, StoragePermissionError, StrataReader, StrataWriter
-from torch_strata.checkpoint._store import open_store
+from torch_strata._store import open_store
 
 HASTY = StorageConfig(part_bytes=5 << 20, deadline=timedelta(seconds=2))
 

@@ -23,8 +23,8 @@ from tests.checkpoint.states import SHAPES, failure_of, load, random_bits, same_
 from tests.checkpoint.test_reshard import load_on_mesh, model, world
 from tests.support import run_python
 from torch_strata import CheckpointError, CorruptionError, StorageConfig, StrataReader, verify
+from torch_strata._store import open_store
 from torch_strata.checkpoint._safetensors import parse_header, parse_index
-from torch_strata.checkpoint._store import open_store
 from torch_strata.cli import main
 from torch_strata.errors import CheckpointNotFoundError, LayoutMismatchError, ManifestError, ObjectNotFoundError
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from tests.checkpoint.states import flip, largest_object, save
 from torch_strata import StorageConfig, _native
-from torch_strata.checkpoint._store import open_store
+from torch_strata._store import open_store
 from torch_strata.checkpoint.copying import Destination, open_content, write_content
 from torch_strata.cli import main
 

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.checkpoint.states import load, save
 from tests.cli.commands import assert_same, damage_frozen, make_run, state_at, stock_save, strata, strata_json
 from torch_strata import StorageConfig, _native
-from torch_strata.checkpoint._store import open_store
+from torch_strata._store import open_store
 from torch_strata.checkpoint.run import open_run
 
 STATE = {

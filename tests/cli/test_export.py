@@ -13,8 +13,8 @@ from tests.checkpoint.states import load, save
 from tests.cli.commands import assert_same, damage_frozen, make_run, state_at, stock_save, strata, strata_json
 from tests.support import run_python
 from torch_strata import StorageConfig, _native
+from torch_strata._store import open_store
 from torch_strata.checkpoint._entries import pack_entries
-from torch_strata.checkpoint._store import open_store
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),

@@ -5,8 +5,8 @@ import pytest
 from tests.checkpoint.states import load, save
 from tests.cli.commands import make_run, state_at, strata, strata_json
 from torch_strata import StorageConfig, _native
+from torch_strata._store import open_store
 from torch_strata.checkpoint._generation import newest_generation
-from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.run import open_run
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.data.shards import COUNTS, NUM_SAMPLES, write_tars
 from tests.support import REPOSITORY
-from torch_strata.data.dataset import Place, ShardDataset
+from torch_strata.data._course import Place
+from torch_strata.data.dataset import ShardDataset
 from torch_strata.data.shuffle import Shuffle
 
 SHUFFLES = [

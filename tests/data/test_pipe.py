@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.checkpoint.ranks import run_ranks
 from tests.data.shards import NUM_SAMPLES, all_numbers, content, numbers, write_tars
@@ -216,3 +217,45 @@ def iterate_alone(rank: int, folder: str) -> list[int]:
 def test_one_rank_may_iterate_alone(folder: Path, tmp_path: Path) -> None:
     first, second = run_ranks(tmp_path, 2, iterate_alone, str(folder))
     assert 50 <= len(first) < NUM_SAMPLES and second == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_stateful_loader_resumes_by_itself_twice_in_a_pass(
+    make_pipe: MakePipe, num_workers: int, persistent: bool
+) -> None:
+    arguments = {"persistent_workers": True} if persistent and num_workers else {}
+    whole = [
+        numbers(batch)
+        for batch in StatefulDataLoader(make_pipe(), batch_size=None, num_workers=num_workers, **arguments)
+    ]
+    found, state = [], None
+    for consumed in (3, 8, 100):
+        pipe = make_pipe()
+        loader = StatefulDataLoader(pipe, batch_size=None, num_workers=num_workers, **arguments)
+        if state is not None:
+            loader.load_state_dict(state)
+        found += [numbers(batch) for batch in itertools.islice(loader, consumed)]
+        state = loader.state_dict()
+    assert found == whole
+    pipe.set_epoch(1)
+    assert sorted(all_numbers(loader)) == EVERY
+
+
+def test_a_state_of_a_stateful_loader_goes_on_with_other_workers(make_pipe: MakePipe) -> None:
+    loader = StatefulDataLoader(make_pipe(), batch_size=None, num_workers=2)
+    head = list(itertools.islice(loader, 5))
+    resumed = make_pipe(rank=0, world_size=1)
+    resumed.load_state_dict(loader.state_dict())
+    rest = list(StatefulDataLoader(resumed, batch_size=None, num_workers=3))
+    assert sorted(all_numbers([*head, *rest])) == EVERY
+
+
+def test_a_state_of_other_streams_is_refused_by_a_stream(make_pipe: MakePipe) -> None:
+    stream = iter(make_pipe())
+    state = stream.state_dict()
+    for name in ("num_workers", "samples_a_step"):
+        with pytest.raises(ConfigError, match=f"expected {name} {state[name]}, found 99"):
+            iter(make_pipe()).load_state_dict({**state, name: 99})
+    with pytest.raises(ConfigError, match="other data"):
+        stream.load_state_dict({**state, "data": {}})

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from torch_strata import _native
-from torch_strata.checkpoint._store import open_store, resolve_config
+from torch_strata._store import open_store, resolve_config
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError, ObjectNotFoundError
 

@@ -8,7 +8,7 @@ import threading
 import uuid
 
 from torch_strata import _native
-from torch_strata.checkpoint._store import open_store
+from torch_strata._store import open_store
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ForkedProcessError, ObjectNotFoundError
 

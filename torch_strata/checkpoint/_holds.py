@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch_strata import _native
+from torch_strata._store import open_store
 from torch_strata.checkpoint._order import check_name
-from torch_strata.checkpoint._store import open_store
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ObjectNotFoundError
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from torch_strata import _native
-from torch_strata.checkpoint._store import open_store
+from torch_strata._store import open_store
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ObjectNotFoundError, StorageError
 

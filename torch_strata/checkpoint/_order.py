@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch_strata import _native
-from torch_strata.checkpoint._store import check_flag
+from torch_strata._store import check_flag
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.errors import ConfigError
 

@@ -4,7 +4,7 @@ import os
 from datetime import timedelta
 
 from torch_strata import _native
-from torch_strata.checkpoint._store import open_store
+from torch_strata._store import open_store
 from torch_strata.checkpoint.retention import KeepAll, KeepLast, Retention
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError

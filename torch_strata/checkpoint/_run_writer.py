@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_strata import _native
+from torch_strata._store import open_store, place_below
 from torch_strata.checkpoint._assignment import Assignment
 from torch_strata.checkpoint._content import content_of
 from torch_strata.checkpoint._generation import Claim
@@ -20,7 +21,6 @@ from torch_strata.checkpoint._items import NativeItems
 from torch_strata.checkpoint._opened import open_checkpoint
 from torch_strata.checkpoint._order import SaveOrder
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
-from torch_strata.checkpoint._store import open_store, place_below
 from torch_strata.checkpoint.alarms import in_words
 from torch_strata.checkpoint.copying import Destination, commit_content
 from torch_strata.checkpoint.handle import UnseenSaves

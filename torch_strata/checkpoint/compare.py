@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from torch_strata._store import resolve_configs
 from torch_strata.checkpoint._boxes import Box
 from torch_strata.checkpoint._content import Content, Progress, Tensor
 from torch_strata.checkpoint._dtypes import as_floats, dtype_named
-from torch_strata.checkpoint._store import resolve_configs
 from torch_strata.checkpoint._torch_file import load_value
 from torch_strata.checkpoint._torch_pickle import dump
 from torch_strata.checkpoint.copying import open_content

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_strata import _native
+from torch_strata._store import open_store, place_below, resolve_configs
 from torch_strata.checkpoint._content import Content, Progress, content_of
 from torch_strata.checkpoint._generation import newest_generation
 from torch_strata.checkpoint._opened import open_checkpoint
-from torch_strata.checkpoint._store import open_store, place_below, resolve_configs
 from torch_strata.checkpoint.compare import compare_contents
 from torch_strata.checkpoint.copying import CopyReport, Destination, write_content
 from torch_strata.checkpoint.run import CheckpointType, ListedCheckpoint, listed_in, open_run

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch_strata import _native
+from torch_strata._store import open_store, resolve_configs
 from torch_strata.checkpoint._boxes import Box, contiguous, parts_of
 from torch_strata.checkpoint._content import BATCH_BYTES, Content, Piece, Progress, Tensor, content_of
 from torch_strata.checkpoint._entries import pack_entries
@@ -19,7 +20,6 @@ from torch_strata.checkpoint._paths import encode_fqn
 from torch_strata.checkpoint._planner_data import encode_planner_data
 from torch_strata.checkpoint._safetensors import holds_safetensors, open_safetensors_file
 from torch_strata.checkpoint._stock_pickle import stock_parts
-from torch_strata.checkpoint._store import open_store, resolve_configs
 from torch_strata.checkpoint._torch_file import open_torch_file
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.config import StorageConfig

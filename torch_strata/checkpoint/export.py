@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_strata import _native
+from torch_strata._store import open_store, resolve_configs
 from torch_strata.checkpoint._boxes import contiguous
 from torch_strata.checkpoint._content import Content, Progress, Tensor
 from torch_strata.checkpoint._dtypes import PAIRS, dtype_named
 from torch_strata.checkpoint._keys import KEYS_KEY, Keys
 from torch_strata.checkpoint._paths import Path, dotted, nested
 from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors, why_not_safetensors
-from torch_strata.checkpoint._store import open_store, resolve_configs
 from torch_strata.checkpoint._stream import ObjectStream
 from torch_strata.checkpoint._torch_file import load_value
 from torch_strata.checkpoint._torch_pickle import Storage, TensorRef, dump

@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from torch_strata import _native
+from torch_strata._store import check_flag, resolve_config
 from torch_strata.checkpoint._payload import Trusted
-from torch_strata.checkpoint._store import check_flag, resolve_config
 from torch_strata.checkpoint.reader import StrataReader
 from torch_strata.checkpoint.writer import StrataWriter
 from torch_strata.config import StorageConfig

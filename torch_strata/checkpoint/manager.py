@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_strata import _native
+from torch_strata._store import check_flag, open_store, place_below, resolve_config
 from torch_strata.checkpoint._exchange import world_size
 from torch_strata.checkpoint._generation import Claim, claimed, newest_generation
 from torch_strata.checkpoint._holds import held, release
@@ -27,7 +28,6 @@ from torch_strata.checkpoint._ranks import DAMAGE, Ranks
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
 from torch_strata.checkpoint._run_settings import check_choice, check_span, check_store, policy_of, root_of
 from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
-from torch_strata.checkpoint._store import check_flag, open_store, place_below, resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle, UnseenSaves

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torch_strata import _native
-from torch_strata.checkpoint._store import open_store, place_below, resolve_config
+from torch_strata._store import open_store, place_below, resolve_config
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError, StorageError
 

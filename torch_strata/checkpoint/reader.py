@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torch_strata import _native
+from torch_strata._store import check_flag, is_place, open_store, resolve_config
 from torch_strata.checkpoint._exchange import Exchange, Group, group_fault, world_size
 from torch_strata.checkpoint._grown import Grown, with_grown
 from torch_strata.checkpoint._load import LoadSettings, ReadStats, load_plan
@@ -30,7 +31,6 @@ from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._progress import shown, wants_bar
 from torch_strata.checkpoint._resolve import check_coverage
-from torch_strata.checkpoint._store import check_flag, is_place, open_store, resolve_config
 from torch_strata.checkpoint.store_stats import StoreStats
 from torch_strata.config import StorageConfig
 from torch_strata.errors import (

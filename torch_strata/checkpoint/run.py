@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from torch_strata import _native
-from torch_strata.checkpoint._store import open_store
+from torch_strata._store import open_store
 from torch_strata.checkpoint.retention import KeepAll, Retention
 from torch_strata.config import StorageConfig
 

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch_strata import _native
+from torch_strata._store import open_store, resolve_config
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
 from torch_strata.checkpoint._safetensors import unread_files
 from torch_strata.checkpoint._stock_index import IndexFindings, check_safetensors_index, check_stock_index
-from torch_strata.checkpoint._store import open_store, resolve_config
 from torch_strata.checkpoint._watching import watching
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CorruptionError, ObjectNotFoundError

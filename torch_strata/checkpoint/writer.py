@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from torch_strata import _native
+from torch_strata._store import check_flag, is_below, is_place, open_store, resolve_config
 from torch_strata.checkpoint._arena import Lease, arena, forget_frames
 from torch_strata.checkpoint._assignment import Assignment
 from torch_strata.checkpoint._exchange import world_size
@@ -39,7 +40,6 @@ from torch_strata.checkpoint._progress import shown, wants_bar
 from torch_strata.checkpoint._safetensors import holds_safetensors
 from torch_strata.checkpoint._staged import StagedFuture, StagedState
 from torch_strata.checkpoint._stock_pickle import stock_parts
-from torch_strata.checkpoint._store import check_flag, is_below, is_place, open_store, resolve_config
 from torch_strata.checkpoint._training_group import warn_of_training_group
 from torch_strata.checkpoint._turns import takes_turn, wait_for_turn
 from torch_strata.checkpoint._unpickle import previous_save_id

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from torch_strata._store import open_store
 from torch_strata.checkpoint._opened import Opened, open_checkpoint
-from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.run import ListedCheckpoint, listed_in, open_run
 from torch_strata.config import StorageConfig
 from torch_strata.errors import CheckpointNotFoundError, StorageError

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from torch_strata._store import place_below, resolve_configs
 from torch_strata.checkpoint._opened import Opened
-from torch_strata.checkpoint._store import place_below, resolve_configs
 from torch_strata.checkpoint.copy_run import CopiedRun, copy_run
 from torch_strata.checkpoint.copying import CopyReport, copy_checkpoint, import_checkpoint
 from torch_strata.checkpoint.export import ExportReport, export_safetensors, export_torch

@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 
 import click
 
+from torch_strata._store import open_store
 from torch_strata.checkpoint._generation import newest_generation
-from torch_strata.checkpoint._store import open_store
 from torch_strata.checkpoint.retention import (
     KeepAll,
     KeepAny,

@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 from torch_strata import _native
+from torch_strata._store import place_below
 from torch_strata.checkpoint._opened import Opened
-from torch_strata.checkpoint._store import place_below
 from torch_strata.checkpoint.run import ListedCheckpoint, open_run
 from torch_strata.checkpoint.verify import VerifyReport, verify
 from torch_strata.cli._common import DAMAGED, FAILED, as_json, bar, config_of, guarded, say, shown, store_options

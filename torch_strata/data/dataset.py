@@ -3,33 +3,22 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import Any
 
 from torch_strata import _native
-from torch_strata.checkpoint._store import open_store, resolve_config
+from torch_strata._store import open_store, resolve_config
 from torch_strata.config import StorageConfig
+from torch_strata.data._course import BEGINNING, Course, Ending, Place
 from torch_strata.data.batch import Batch, Position
 from torch_strata.data.shuffle import Shuffle
 from torch_strata.errors import ConfigError
 
 __all__ = ["Ending", "ShardDataset"]
 
-Ending = Literal["short", "drop", "pad", "continue"]
-
 _GLOB = "*?[{"
 _FORMATS = {".tar": "tar"}
 _STATE_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """One stream of batches among those of all ranks and their workers."""
-
-    rank: int
-    world_size: int
-    worker: int = 0
-    num_workers: int = 1
 
 
 class ShardDataset:
@@ -90,8 +79,7 @@ class ShardDataset:
             self._place = Place(_int("rank", rank, 0, world_size), _int("world_size", world_size, 1))
         self._max_ahead_bytes = _int("max_ahead_bytes", max_ahead_bytes, 1)
         self._opened: _native.DataIndex | None = None
-        # Where it begins; no lanes until it is known who takes part.
-        self.next_pass = Position(0, 0, 0, 0)
+        self.next_pass = BEGINNING
         self._last: Position | None = None
 
     @property
@@ -120,24 +108,28 @@ class ShardDataset:
         Raises:
             ConfigError: If `epoch` is not an int from 0 on.
         """
-        epoch = _int("epoch", epoch, 0)
-        if epoch != self.next_pass.epoch:
-            place = self.place
-            each = place.world_size * (self.batch_size or 1)
-            behind = (epoch - self.next_pass.epoch) * self.num_samples - self.next_pass.samples
-            self.next_pass = Position(epoch, -behind % each if self.ending == "continue" else 0, 0, 0)
+        course, world_size = self.course(), self.place.world_size
+        self.next_pass = course.at_epoch(self.next_pass, _int("epoch", epoch, 0), world_size)
 
     def __len__(self) -> int:
         """Batches of each rank in a whole pass."""
-        each = self.place.world_size * (self.batch_size or 1)
-        return self.num_samples // each if self.ending == "drop" else -(-self.num_samples // each)
+        return self.course().num_batches(self.place.world_size)
+
+    def course(self) -> Course:
+        """How the passes follow one another."""
+        return Course(
+            num_samples=self.num_samples,
+            batch_size=self.batch_size or 1,
+            ending=self.ending,
+            has_lanes=self.shuffle is not None and self.shuffle.by != "samples",
+        )
 
     def __iter__(self) -> "BatchIterator":
         return self.iterate(self.place)
 
     def iterate(self, place: Place) -> "BatchIterator":
         """One pass, from where the last one ended or the loaded state says, as `place` takes part in it."""
-        return BatchIterator(self, place, self._begin(place))
+        return BatchIterator(self, place, self.course().begin(self.next_pass, place))
 
     def state_dict(self, after: Batch | None = None) -> dict[str, Any]:
         """Where all ranks stand once each has consumed `after`, or the last batch that was handed over here.
@@ -153,7 +145,7 @@ class ShardDataset:
             position = after.position
         else:
             raise ConfigError(f"after: expected a Batch of this pipe, found a {type(after).__name__} without position")
-        return {"version": _STATE_VERSION, "data": self._identity(), **self._plain(position)}
+        return state_of(self.identity(), position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind what `state` says was consumed.
@@ -163,12 +155,24 @@ class ShardDataset:
         """
         if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION:
             raise ConfigError(f"state: expected one of state_dict() of version {_STATE_VERSION}, found {state!r}")
-        if state["data"] != self._identity():
-            raise ConfigError(
-                f"the state is of other data or another shuffle: expected {self._identity()}, found {state['data']}"
-            )
-        self.next_pass = Position(state["epoch"], state["samples"], state["num_lanes"], state["turn"])
+        self.check_identity(state["data"])
+        self.next_pass = Position(*(state[name] for name in asdict(BEGINNING)))
         self._last = None
+
+    def identity(self) -> dict[str, Any]:
+        """What positions are of: other shards or another shuffle give it another value."""
+        shards = hashlib.sha256(repr(self._index().shards).encode()).hexdigest()[:16]
+        return {"num_samples": self.num_samples, "shards": shards, "shuffle": list(self._raw_shuffle())}
+
+    def check_identity(self, found: object) -> None:
+        """Refuse a state of other data.
+
+        Raises:
+            ConfigError: If `found` is not the identity of this data set.
+        """
+        expected = self.identity()
+        if found != expected:
+            raise ConfigError(f"the state is of other data or another shuffle: expected {expected}, found {found}")
 
     def __getstate__(self) -> dict[str, Any]:
         # An index is found again; a list of 10,000 shards is not sent to each worker.
@@ -182,16 +186,6 @@ class ShardDataset:
     def _store(self) -> _native.Store:
         return open_store(self._root, self._config)
 
-    def _identity(self) -> dict[str, Any]:
-        """What a position is of."""
-        shards = hashlib.sha256(repr(self._index().shards).encode()).hexdigest()[:16]
-        return {"num_samples": self.num_samples, "shards": shards, "shuffle": list(self._raw_shuffle())}
-
-    @staticmethod
-    def _plain(position: Position) -> dict[str, int]:
-        names = ("epoch", "samples", "num_lanes", "turn")
-        return {name: int(getattr(position, name)) for name in names}
-
     def _raw_shuffle(self) -> tuple[str, int, int, int]:
         shuffle = self.shuffle
         if shuffle is None:
@@ -204,15 +198,6 @@ class ShardDataset:
             shuffle.buffer if is_blocks else 0,
             shuffle.seed,
         )
-
-    def _begin(self, place: Place) -> Position:
-        begin = self._behind(self.next_pass)
-        if begin.num_lanes == 0:
-            # Each stream has a lane of its own, and with it pieces of the data that no other reads.
-            is_dealt = self.shuffle is not None and self.shuffle.by != "samples"
-            lanes = (place.world_size * place.num_workers, self.batch_size or 1) if is_dealt else (1, 1)
-            begin = replace(begin, num_lanes=lanes[0], turn=lanes[1])
-        return begin
 
     def _order(self, epoch: int, begin: Position) -> "_native.DataOrder":
         kind, block, buffer, seed = self._raw_shuffle()
@@ -238,16 +223,12 @@ class ShardDataset:
         self._last = position
 
     def _ended(self, position: Position) -> None:
-        self.next_pass, self._last = self._behind(position), None
+        self.next_pass, self._last = self.course().behind(position), None
 
-    def _behind(self, position: Position) -> Position:
-        """The beginning of the next pass where `position` is the end of one."""
-        if self.num_samples == 0 or position.samples < self.num_samples:
-            return position
-        if self.ending == "continue":
-            # Its first samples were taken in these lanes.
-            return replace(position, epoch=position.epoch + 1, samples=position.samples - self.num_samples)
-        return Position(position.epoch + 1, 0, 0, 0)
+
+def state_of(identity: Mapping[str, Any], position: Position) -> dict[str, Any]:
+    """The state that says: everything before `position` in the order of the data `identity` is consumed."""
+    return {"version": _STATE_VERSION, "data": identity, **asdict(position)}
 
 
 class BatchIterator(Iterator[Any]):
@@ -266,24 +247,17 @@ class BatchIterator(Iterator[Any]):
             self._reading = self._dataset._batches(self._place, self._begin, self._nth)
         raw = self._reading.next()
         if raw is None:
-            self._dataset._ended(self._end())
+            self._dataset._ended(self._dataset.course().end(self._begin, self._place.world_size))
             raise StopIteration
-        after, nth, num_repeated, keys, fields = raw
+        after, nth, num_repeated, keys, found = raw
         self._nth = nth + 1
         position = replace(self._begin, samples=after)
-        fields["__key__"] = keys
+        fields: dict[str, Any] = {"__key__": keys, **found}
         if self._dataset.batch_size is None:
             fields = {name: values[0] for name, values in fields.items()}
-        batch = Batch(fields, position, num_repeated)
+        made = self._transformed(Batch(fields, position, num_repeated))
         self._dataset._handed_over(position)
-        return self._transformed(batch)
-
-    def _end(self) -> Position:
-        """Where all ranks stand at the end of the pass."""
-        num_samples, start = self._dataset.num_samples, self._begin.samples
-        each = self._place.world_size * (self._dataset.batch_size or 1)
-        is_over = self._dataset.ending == "continue"
-        return replace(self._begin, samples=start - (start - num_samples) // each * each if is_over else num_samples)
+        return made
 
     def _transformed(self, batch: Batch) -> Any:
         if self._dataset.transform is None:
@@ -295,22 +269,30 @@ class BatchIterator(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """This stream's part of the state, for the same number of ranks and workers."""
-        begin = self._dataset._plain(self._begin)
-        return {"place": [self._place.world_size, self._place.num_workers], "begin": begin, "nth": self._nth}
+        each = self._place.world_size * (self._dataset.batch_size or 1)
+        return {
+            "data": self._dataset.identity(),
+            "num_workers": self._place.num_workers,
+            "samples_a_step": each,
+            "begin": asdict(self._begin),
+            "num_batches": self._nth,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the batches that `state` says were handed over.
 
         Raises:
-            ConfigError: If it is of another number of ranks or workers.
+            ConfigError: If it is of other data, or of another number of ranks or workers.
         """
-        place = [self._place.world_size, self._place.num_workers]
-        if list(state["place"]) != place:
-            raise ConfigError(
-                f"the state of a stream: expected {place[0]} ranks of {place[1]} workers, found {state['place']}; "
-                "give the loader's whole state to the pipe's load_state_dict instead"
-            )
-        self._begin, self._nth, self._reading = Position(**state["begin"]), state["nth"], None
+        self._dataset.check_identity(state["data"])
+        own = self.state_dict()
+        for name in ("num_workers", "samples_a_step"):
+            if state[name] != own[name]:
+                raise ConfigError(
+                    f"the state of a loader: expected {name} {own[name]}, found {state[name]}; for another number of "
+                    "ranks or workers give it to the pipe's load_state_dict, and make a new loader"
+                )
+        self._begin, self._nth, self._reading = Position(**state["begin"]), state["num_batches"], None
 
 
 def _world() -> Place:
@@ -338,7 +320,7 @@ def _split(url: str) -> tuple[str, str]:
 def _format_of(pattern: str, name: str | None) -> str:
     if name is None:
         name = _FORMATS.get(os.path.splitext(pattern)[1])
-    if name not in _FORMATS.values():
+    if name is None or name not in _FORMATS.values():
         known = ", ".join(sorted(_FORMATS.values()))
         raise ConfigError(f"format: expected one of {known}, or a name that ends in one, found {name!r} of {pattern!r}")
     return name

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper
 
 from torch_strata.data.batch import Batch, Position
-from torch_strata.data.dataset import BatchIterator, ShardDataset
+from torch_strata.data.dataset import BatchIterator, ShardDataset, state_of
 from torch_strata.errors import ConfigError
 
 __all__ = ["StrataShardPipe"]
@@ -89,9 +89,30 @@ class StrataShardPipe(IterDataPipe[Any]):
         return self.dataset.state_dict(after)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind what `state` says was consumed; see `ShardDataset.load_state_dict`."""
-        self.dataset.load_state_dict(state)
+        """Go on behind what `state` says was consumed: one of ours, or a whole one of StatefulDataLoader.
+
+        Of a loader it may be for another number of workers or ranks; the new loader is made afterwards. See
+        `ShardDataset.load_state_dict`.
+        """
+        self.dataset.load_state_dict(_of_loader(state) or state)
         self._loaded.say()
+
+
+def _of_loader(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a StatefulDataLoader's state says of all its workers together; None of another state."""
+    snapshot = state.get("_snapshot")
+    if snapshot is not None:
+        streams = [worker["fetcher_state"] for worker in snapshot["_worker_snapshots"].values()]
+        num_batches = snapshot["_snapshot_step"] + state["_steps_since_snapshot"]
+    elif "fetcher_state" in state:
+        streams, num_batches = [state["fetcher_state"]], state["_num_yielded"]
+    else:
+        return None
+    stream = streams[0]["dataset_iter_state"]
+    begin = Position(**stream["begin"])
+    # Behind the end of the pass, where the last step was not a whole one: the next one begins there.
+    samples = begin.samples + num_batches * stream["samples_a_step"]
+    return state_of(stream["data"], replace(begin, samples=samples))
 
 
 def _given_to_a_loader(cls: type, datapipe: Any = None) -> Any:

@@ -12,6 +12,7 @@ use strata_data::partition::{Ending, Stream};
 use strata_io::schedule::ByteBudget;
 
 use crate::buffers::SharedBytes;
+use crate::errors::forked;
 use crate::runtime::{runtime, wait};
 use crate::store::Store;
 
@@ -115,7 +116,7 @@ type RawSamples<'py> = (u64, u64, u64, Vec<String>, Bound<'py, PyDict>);
 impl Batches {
     fn next<'py>(&self, py: Python<'py>) -> PyResult<Option<RawSamples<'py>>> {
         if self.pid != std::process::id() {
-            return Err(PyValueError::new_err("batches of another process"));
+            return Err(forked("batches"));
         }
         let taken = self.reading.lock().expect("never poisoned").take();
         let Some(mut reading) = taken else { return Ok(None) };

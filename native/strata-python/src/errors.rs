@@ -17,6 +17,7 @@ mod classes {
     import_exception!(torch_strata.errors, CheckpointExistsError);
     import_exception!(torch_strata.errors, CheckpointNotFoundError);
     import_exception!(torch_strata.errors, StaleGenerationError);
+    import_exception!(torch_strata.errors, ForkedProcessError);
 }
 use classes::*;
 
@@ -50,6 +51,11 @@ impl Raised for strata_data::Error {
             Error::NotFound { .. } => ObjectNotFoundError::new_err(message),
         }
     }
+}
+
+/// The exception for what a child has of a process that it was forked from.
+pub(crate) fn forked(what: &str) -> PyErr {
+    ForkedProcessError::new_err(format!("{what} of another process: this one was forked from it; make its own here"))
 }
 
 /// The exception for a checkpoint's or a store's error.

@@ -116,11 +116,11 @@ def is_place(place: object) -> bool:
 def _url(place: str | os.PathLike[str]) -> str:
     url = os.fspath(place) if isinstance(place, os.PathLike) else place
     if not isinstance(url, str) or not url:
-        raise ConfigError(f"checkpoint place: expected a path or a URL, found {place!r}")
+        raise ConfigError(f"place: expected a path or a URL, found {place!r}")
     scheme, colon, rest = url.partition(":")
     if colon and scheme in _native.SCHEMES and not rest.startswith("//"):
         # pathlib makes one slash of two, and a checkpoint would go to a local folder named "s3:".
-        raise ConfigError(f"checkpoint place: expected {scheme}://…, found {url!r}; pass URLs as str, not as Path")
+        raise ConfigError(f"place: expected {scheme}://…, found {url!r}; pass URLs as str, not as Path")
     scheme, separator, _ = url.partition("://")
     if separator and scheme not in _native.SCHEMES:
         raise ConfigError(f"no store for the scheme {scheme!r} of {url!r}; known: {', '.join(_native.SCHEMES)}")

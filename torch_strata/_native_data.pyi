@@ -1,0 +1,84 @@
+"""Stubs of the Rust core's data shards; `_native` has the rest."""
+
+from typing import final
+
+from torch_strata._native import Store
+
+@final
+class SharedBytes:
+    """Bytes of the core, read-only, through the buffer protocol: for `bytes`, `memoryview`, `numpy.frombuffer`."""
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class DataOrder:
+    """The order of an epoch; docs/concepts/data-order.md."""
+
+    def samples(self, start: int, end: int) -> list[int]:
+        """The samples at positions `start` to `end`, half-open.
+
+        Raises:
+            ValueError: If there are not so many.
+        """
+
+@final
+class DataIndex:
+    """The shards at a place, and where the samples of each begin. Belongs to no process."""
+
+    @staticmethod
+    def scan(store: Store, pattern: str, format: str) -> DataIndex:
+        """Look for the shards below `store` whose names match the glob `pattern`, and for their samples.
+
+        Raises:
+            ConfigError: If `pattern` is no glob.
+            ObjectNotFoundError: If nothing matches.
+            CorruptionError: If a shard cannot be of `format`.
+            StorageError: If the store fails.
+        """
+
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def shards(self) -> list[tuple[str, int, int]]:
+        """Name, bytes, and number of samples, sorted by name."""
+
+    def order(self, shuffle: tuple[str, int, int], num_lanes: int, turn: int, seed: int, epoch: int) -> DataOrder:
+        """The order of an epoch; `shuffle` is its kind ("none", "shards", "blocks", "full"), block and buffer."""
+
+    def batches(
+        self,
+        store: Store,
+        order: DataOrder,
+        following: DataOrder,
+        *,
+        world_size: int,
+        rank: int,
+        num_workers: int,
+        worker: int,
+        batch_size: int,
+        ending: str,
+        start: int,
+        first: int,
+        max_ahead_bytes: int,
+    ) -> Batches:
+        """Begin to read a worker's batches, from its batch number `first` behind the position `start` on."""
+
+@final
+class Batches:
+    """Batches that are read ahead. Dropped, it ends what it has begun."""
+
+    def next(self) -> tuple[int, int, int, list[str], dict[str, list[SharedBytes | None]]] | None:
+        """The next batch, or None behind the last one.
+
+        Position of all ranks behind it, its number, how many of its samples are repeated; keys, and by name the fields:
+        None for a sample that lacks one.
+
+        Raises:
+            ForkedProcessError: In a child of the process that began it.
+            CorruptionError: If a sample is not what its format wants.
+            StorageError: If the store fails.
+        """
+
+    def close(self) -> None:
+        """End what was begun; `next` gives None then."""
