@@ -156,7 +156,7 @@ class ShardDataset:
         if not isinstance(state, Mapping) or state.get("version") != _STATE_VERSION:
             raise ConfigError(f"state: expected one of state_dict() of version {_STATE_VERSION}, found {state!r}")
         self.check_identity(state["data"])
-        self.next_pass = Position(*(state[name] for name in asdict(BEGINNING)))
+        self.next_pass = self.course().behind(Position(*(state[name] for name in asdict(BEGINNING))))
         self._last = None
 
     def identity(self) -> dict[str, Any]:
