@@ -76,9 +76,10 @@ class Batches:
 
         Raises:
             ForkedProcessError: In a child of the process that began it.
+            ValueError: If it was closed, or interrupted by Ctrl-C before.
             CorruptionError: If a sample is not what its format wants.
             StorageError: If the store fails.
         """
 
     def close(self) -> None:
-        """End what was begun; `next` gives None then."""
+        """End what was begun; `next` raises then."""

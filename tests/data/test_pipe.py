@@ -1,6 +1,8 @@
 """StrataShardPipe in loaders: every sample once, in one order, resumed exactly, on any number of ranks and workers."""
 
+import copy
 import itertools
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from tests.checkpoint.ranks import run_ranks
 from tests.data.shards import NUM_SAMPLES, all_numbers, content, numbers, write_tars
 from torch_strata.data.pipe import StrataShardPipe
 from torch_strata.data.shuffle import Shuffle
-from torch_strata.errors import ConfigError, CorruptionError, ObjectNotFoundError
+from torch_strata.errors import ConfigError, CorruptionError, ForkedProcessError, ObjectNotFoundError
 
 EVERY = list(range(NUM_SAMPLES))
 BLOCKS = Shuffle(seed=3, block=4, buffer=16)
@@ -205,6 +207,34 @@ def test_missing_and_damaged_shards_are_named(tmp_path: Path) -> None:
         list(pipe)
     with pytest.raises(CorruptionError, match=r"000\.tar"):
         len(StrataShardPipe(f"{tmp_path}/*.tar"))
+
+
+def test_copies_of_a_pipe_and_of_an_iterator_go_on_by_themselves(make_pipe: MakePipe) -> None:
+    whole = all_numbers(make_pipe())
+    for copied in (copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))):
+        assert all_numbers(copied(make_pipe())) == whole
+        batches = iter(make_pipe())
+        head = all_numbers(itertools.islice(batches, 3))
+        assert head + all_numbers(copied(batches)) == head + all_numbers(batches) == whole
+
+
+def read_in_a_child(batches: Any, answer: Any) -> None:
+    try:
+        answer.put(all_numbers(batches))
+    except ForkedProcessError as error:
+        answer.put(str(error))
+
+
+def test_an_iterator_of_another_process_is_refused_after_a_fork(make_pipe: MakePipe) -> None:
+    batches = iter(make_pipe())
+    next(batches)
+    context = multiprocessing.get_context("fork")
+    answer = context.Queue()
+    child = context.Process(target=read_in_a_child, args=(batches, answer))
+    child.start()
+    assert "forked" in answer.get(timeout=60)
+    child.join(60)
+    assert child.exitcode == 0 and len(all_numbers(batches)) == NUM_SAMPLES - 4
 
 
 def iterate_alone(rank: int, folder: str) -> list[int]:

@@ -242,10 +242,18 @@ class BatchIterator(Iterator[Any]):
     def __iter__(self) -> "BatchIterator":
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy reads for itself.
+        return {**self.__dict__, "_reading": None}
+
     def __next__(self) -> Any:
         if self._reading is None:
             self._reading = self._dataset._batches(self._place, self._begin, self._nth)
-        raw = self._reading.next()
+        try:
+            raw = self._reading.next()
+        except KeyboardInterrupt:
+            self._reading = None  # what was read ahead is gone; whoever goes on gets the same batch
+            raise
         if raw is None:
             self._dataset._ended(self._dataset.course().end(self._begin, self._place.world_size))
             raise StopIteration

@@ -88,6 +88,9 @@ pub struct Batches {
     reader: JoinHandle<()>,
 }
 
+/// The first batch waits for no more than this, or itself; each window is twice as large as the one before.
+const FIRST_WINDOW_BYTES: u64 = 1 << 20;
+
 /// What a batch waits for.
 struct Coming {
     batch: Batch,
@@ -162,9 +165,10 @@ impl Ahead {
         let buffers = Buffers::new(2 * self.window_bytes as usize);
         // Dropped with this future, and its reads with it.
         let mut running = JoinSet::new();
-        let mut nth = self.plan.first;
+        let (mut nth, mut window_bytes) = (self.plan.first, FIRST_WINDOW_BYTES);
         loop {
-            let window = self.window(nth);
+            let window = self.window(nth, window_bytes.min(self.window_bytes));
+            window_bytes = window_bytes.saturating_mul(2);
             nth += window.len() as u64;
             let extents: Vec<Extent> = window.iter().flat_map(|(_, extents)| extents.iter().cloned()).collect();
             let (ranges, places) = reads(&extents);
@@ -195,10 +199,10 @@ impl Ahead {
         while running.join_next().await.is_some() {}
     }
 
-    /// The batches from `nth` on that are read together.
-    fn window(&self, mut nth: u64) -> VecDeque<(Batch, Vec<Extent>)> {
+    /// The batches from `nth` on that are read together: `window_bytes`, or the one that is more.
+    fn window(&self, mut nth: u64, window_bytes: u64) -> VecDeque<(Batch, Vec<Extent>)> {
         let (mut window, mut bytes) = (VecDeque::new(), 0);
-        while bytes < self.window_bytes {
+        while bytes < window_bytes {
             let Some((batch, samples)) = self.plan.batch(nth) else { break };
             let extents: Vec<Extent> = samples.iter().map(|&sample| self.source.index.extent(sample)).collect();
             bytes += extents.iter().map(|extent| extent.end - extent.start).sum::<u64>();

@@ -76,7 +76,7 @@ impl DataIndex {
         let runtime = runtime()?;
         let _guard = runtime.enter();
         let reading = Reading::new(source, plan, ByteBudget::new(max_ahead_bytes), max_ahead_bytes / WINDOWS);
-        Ok(Batches { pid: std::process::id(), reading: Mutex::new(Some(reading)) })
+        Ok(Batches { pid: std::process::id(), reading: Mutex::new(State::Open(reading)) })
     }
 }
 
@@ -106,7 +106,13 @@ impl DataOrder {
 #[pyclass(module = "torch_strata._native", frozen)]
 pub(crate) struct Batches {
     pid: u32,
-    reading: Mutex<Option<Reading>>,
+    reading: Mutex<State>,
+}
+
+enum State {
+    Open(Reading),
+    /// Closed, or Ctrl-C came while a batch was waited for.
+    Gone,
 }
 
 /// Where all ranks stand behind the batch, its number, samples that others have too; keys, and each field's content.
@@ -118,8 +124,11 @@ impl Batches {
         if self.pid != std::process::id() {
             return Err(forked("batches"));
         }
-        let taken = self.reading.lock().expect("never poisoned").take();
-        let Some(mut reading) = taken else { return Ok(None) };
+        let taken = std::mem::replace(&mut *self.reading.lock().expect("never poisoned"), State::Gone);
+        let mut reading = match taken {
+            State::Open(reading) => reading,
+            State::Gone => return Err(PyValueError::new_err("the reading of these batches was interrupted or closed")),
+        };
         let (back, came) = std::sync::mpsc::sync_channel(1);
         let batch = wait(py, async move {
             let batch = reading.next().await;
@@ -127,14 +136,15 @@ impl Batches {
             let _ = back.send(reading);
             batch
         });
-        // Gone if Ctrl-C came first, and what was read with it.
-        *self.reading.lock().expect("never poisoned") = came.try_recv().ok();
+        if let Ok(reading) = came.try_recv() {
+            *self.reading.lock().expect("never poisoned") = State::Open(reading);
+        }
         batch?.map(|batch| raw(py, batch)).transpose()
     }
 
     fn close(&self) {
         if self.pid == std::process::id() {
-            self.reading.lock().expect("never poisoned").take();
+            *self.reading.lock().expect("never poisoned") = State::Gone;
         }
     }
 }
@@ -143,7 +153,7 @@ impl Drop for Batches {
     fn drop(&mut self) {
         if self.pid != std::process::id() {
             // Its tasks are those of a runtime that a forked child lacks.
-            std::mem::forget(self.reading.get_mut().expect("never poisoned").take());
+            std::mem::forget(std::mem::replace(self.reading.get_mut().expect("never poisoned"), State::Gone));
         }
     }
 }
