@@ -1,12 +1,23 @@
 """Stubs of the Rust core's data shards; `_native` has the rest."""
 
+from collections.abc import Sequence
 from typing import final
+
+from typing_extensions import Buffer
 
 from torch_strata._native import Store
 
 @final
 class SharedBytes:
     """Bytes of the core, read-only, through the buffer protocol: for `bytes`, `memoryview`, `numpy.frombuffer`."""
+
+    @staticmethod
+    def cut(buffer: Buffer, lengths: Sequence[int]) -> list[SharedBytes]:
+        """Pieces of a contiguous `buffer`, one after the other, of so many bytes each. Copies nothing.
+
+        Raises:
+            ValueError: If it has fewer bytes.
+        """
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper
 
+from torch_strata.data._between_processes import register
 from torch_strata.data.batch import Batch, Position
 from torch_strata.data.dataset import BatchIterator, ShardDataset, state_of
 from torch_strata.errors import ConfigError
@@ -123,4 +124,5 @@ def _given_to_a_loader(cls: type, datapipe: Any = None) -> Any:
     return object.__new__(cls)
 
 
+register()
 _IterDataPipeSerializationWrapper.__new__ = staticmethod(_given_to_a_loader)  # type: ignore[method-assign]

@@ -132,6 +132,23 @@ impl SharedBytes {
         format!("<{} bytes>", self.bytes.len())
     }
 
+    /// Pieces of `buffer`, one after the other, of so many bytes each; copies nothing.
+    #[staticmethod]
+    fn cut(py: Python<'_>, buffer: &Bound<'_, PyAny>, lengths: Vec<usize>) -> PyResult<Vec<Self>> {
+        bury(py);
+        let mut owners = Owners::default();
+        let (address, bytes) = owners.keep_buffer(buffer)?;
+        let mut rest = lend_memory(address, bytes, &owners.lease());
+        let mut pieces = Vec::with_capacity(lengths.len());
+        for length in lengths {
+            if length > rest.len() {
+                return Err(PyValueError::new_err(format!("{length} bytes of {} that are left", rest.len())));
+            }
+            pieces.push(Self { bytes: rest.split_to(length) });
+        }
+        Ok(pieces)
+    }
+
     /// Another process gets plain `bytes`.
     fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (Bound<'py, PyBytes>,)) {
         (py.get_type::<PyBytes>(), (PyBytes::new(py, &self.bytes),))
