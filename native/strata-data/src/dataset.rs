@@ -1,8 +1,7 @@
 //! The shards at a place, and where the samples of each begin. Reads no sample.
 
 use std::fs::File;
-use std::io;
-use std::os::unix::fs::FileExt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use futures::{StreamExt, TryStreamExt, stream};
@@ -10,15 +9,14 @@ use globset::GlobBuilder;
 use strata_io::{ObjectInfo, Store};
 use tokio::runtime::Handle;
 
-use crate::formats::{Fault, Fields, ReadAt, tar};
+use crate::bounds::Bounds;
+use crate::formats::{Fault, Fields, tar};
+use crate::objects::{Elsewhere, OnDisk};
 use crate::reads::Extent;
 use crate::{Error, Result};
 
 /// Shards whose samples are looked for at a time.
 const CONCURRENCY: usize = 16;
-
-/// Read ahead where headers are looked for in an object that is elsewhere.
-const CHUNK_BYTES: u64 = 8 << 20;
 
 /// How samples lie in shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,8 +32,8 @@ pub struct Shard {
     pub name: String,
     /// Its size.
     pub size_bytes: u64,
-    /// Where each sample begins, and where the last one ends: one more than there are samples.
-    pub bounds: Vec<u64>,
+    /// Where its samples lie.
+    pub bounds: Bounds,
 }
 
 /// Shards of one format, in the order of their names. Belongs to no store and no process.
@@ -89,9 +87,8 @@ impl Index {
     pub fn extent(&self, sample: u64) -> Extent {
         // Behind shards without samples, which begin where the next one does.
         let shard = self.firsts.partition_point(|&first| first <= sample) - 1;
-        let at = (sample - self.firsts[shard]) as usize;
-        let bounds = &self.shards[shard].bounds;
-        Extent { shard: shard as u32, start: bounds[at], end: bounds[at + 1] }
+        let Range { start, end } = self.shards[shard].bounds.range(sample - self.firsts[shard]);
+        Extent { shard: shard as u32, start, end }
     }
 
     /// What the `bytes` of a sample hold.
@@ -108,7 +105,7 @@ impl Index {
 impl Shard {
     /// Samples in it.
     pub fn num_samples(&self) -> u64 {
-        self.bounds.len() as u64 - 1
+        self.bounds.num_samples()
     }
 }
 
@@ -132,10 +129,10 @@ async fn scanned(store: Arc<dyn Store>, info: ObjectInfo, format: Format) -> Res
         let Format::Tar = format;
         let bounds = match store.path(&info.name) {
             Some(path) => File::open(path).map_err(Into::into).and_then(|file| tar::scan(&OnDisk::new(file)?)),
-            None => tar::scan(&Elsewhere { store, info: &info, handle, chunk: Default::default() }),
+            None => tar::scan(&Elsewhere::new(store, &info.name, info.size, handle)),
         };
         let bounds = bounds.map_err(|fault| Error::of(fault, object, 0))?;
-        Ok(Shard { name: info.name, size_bytes: info.size, bounds })
+        Ok(Shard { name: info.name, size_bytes: info.size, bounds: Bounds::Listed(bounds) })
     };
     tokio::task::spawn_blocking(scan).await.expect("a scan does not panic")
 }
@@ -143,58 +140,4 @@ async fn scanned(store: Arc<dyn Store>, info: ObjectInfo, format: Format) -> Res
 /// URL of what is called `name` below `store`.
 pub(crate) fn url_of(store: &dyn Store, name: &str) -> String {
     format!("{}/{name}", store.url().trim_end_matches('/'))
-}
-
-struct OnDisk {
-    file: File,
-    size: u64,
-}
-
-impl OnDisk {
-    fn new(file: File) -> io::Result<Self> {
-        let size = file.metadata()?.len();
-        Ok(Self { file, size })
-    }
-}
-
-impl ReadAt for OnDisk {
-    fn size(&self) -> u64 {
-        self.size
-    }
-
-    fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut found = 0;
-        while found < buffer.len() {
-            match self.file.read_at(&mut buffer[found..], at + found as u64)? {
-                0 => break,
-                bytes => found += bytes,
-            }
-        }
-        Ok(found)
-    }
-}
-
-/// An object of a store, of which one piece is kept.
-struct Elsewhere<'a> {
-    store: Arc<dyn Store>,
-    info: &'a ObjectInfo,
-    handle: Handle,
-    chunk: std::cell::RefCell<(u64, bytes::Bytes)>,
-}
-
-impl ReadAt for Elsewhere<'_> {
-    fn size(&self) -> u64 {
-        self.info.size
-    }
-
-    fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
-        let end = (at + buffer.len() as u64).min(self.info.size);
-        let mut chunk = self.chunk.borrow_mut();
-        if at < chunk.0 || end > chunk.0 + chunk.1.len() as u64 {
-            let range = at..(at + CHUNK_BYTES).min(self.info.size).max(end);
-            let read = self.handle.block_on(self.store.read(&self.info.name, Some(range))).map_err(io::Error::other)?;
-            *chunk = (at, read);
-        }
-        chunk.1[(at - chunk.0) as usize..].read_at(0, &mut buffer[..(end - at) as usize])
-    }
 }
