@@ -1,6 +1,11 @@
 //! How samples lie in shards: where each begins, and which fields it has. Pure.
 
+mod dtype;
+pub mod megatron;
 pub mod tar;
+pub mod tokens;
+
+pub use dtype::Dtype;
 
 use std::io;
 use std::ops::Range;
@@ -78,4 +83,21 @@ pub struct Field {
     pub name: String,
     /// Its content among the sample's bytes.
     pub data: Range<u64>,
+    /// What the content is.
+    pub encoding: Encoding,
+}
+
+/// What the content of a field is.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Encoding {
+    /// What the field's name says, such as `jpg`.
+    #[default]
+    ByName,
+    /// Numbers, little-endian, those of the last axis side by side. A single number has no axes.
+    Array {
+        /// Of each number.
+        dtype: Dtype,
+        /// Lengths of the axes.
+        shape: Vec<u64>,
+    },
 }

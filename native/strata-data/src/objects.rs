@@ -10,19 +10,47 @@ use bytes::Bytes;
 use strata_io::Store;
 use tokio::runtime::Handle;
 
-use crate::formats::ReadAt;
+use crate::dataset::url_of;
+use crate::formats::{self, ReadAt};
+use crate::{Error, Result};
 
 /// Read ahead where headers are looked for in an object that is elsewhere.
-const CHUNK_BYTES: u64 = 8 << 20;
+const CHUNK_BYTES: u64 = 4 << 20;
+
+/// What `look` finds in the object `name`, in a thread that may wait. A size that is not known is asked for.
+///
+/// # Errors
+/// [`Error::Damaged`] for what `look` says; what the store says.
+pub(crate) async fn look<T: Send + 'static>(
+    store: &Arc<dyn Store>,
+    name: &str,
+    size: Option<u64>,
+    look: impl FnOnce(&(dyn ReadAt + 'static)) -> formats::Result<T> + Send + 'static,
+) -> Result<T> {
+    let (store, name, object, handle) = (store.clone(), name.to_owned(), url_of(&**store, name), Handle::current());
+    let path = store.path(&name);
+    let size = match size {
+        Some(size) => size,
+        // The file will say.
+        None if path.is_some() => 0,
+        None => store.size(&name).await?,
+    };
+    let looked = move || match path {
+        Some(path) => File::open(path).map_err(Into::into).and_then(|file| look(&OnDisk::new(file)?)),
+        None => look(&Elsewhere { store, name, size, handle, chunks: RefCell::default() }),
+    };
+    let looked = tokio::task::spawn_blocking(looked).await.expect("looking does not panic");
+    looked.map_err(|fault| Error::of(fault, object, 0))
+}
 
 /// A file of this machine.
-pub(crate) struct OnDisk {
+struct OnDisk {
     file: File,
     size: u64,
 }
 
 impl OnDisk {
-    pub fn new(file: File) -> io::Result<Self> {
+    fn new(file: File) -> io::Result<Self> {
         let size = file.metadata()?.len();
         Ok(Self { file, size })
     }
@@ -45,24 +73,18 @@ impl ReadAt for OnDisk {
     }
 }
 
-/// An object of a store, of which one piece is kept.
-pub(crate) struct Elsewhere<'a> {
+/// An object of a store, of which the two pieces looked at last are kept: some formats are read at two places in turn.
+struct Elsewhere {
     store: Arc<dyn Store>,
-    name: &'a str,
+    name: String,
     size: u64,
+    /// Of the runtime that is to read it.
     handle: Handle,
-    /// Where it begins, and what is there.
-    chunk: RefCell<(u64, Bytes)>,
+    /// Where each begins, and what is there.
+    chunks: RefCell<[(u64, Bytes); 2]>,
 }
 
-impl<'a> Elsewhere<'a> {
-    /// `name`, of `size` bytes; `handle` is of the runtime that is to read it.
-    pub fn new(store: Arc<dyn Store>, name: &'a str, size: u64, handle: Handle) -> Self {
-        Self { store, name, size, handle, chunk: RefCell::default() }
-    }
-}
-
-impl ReadAt for Elsewhere<'_> {
+impl ReadAt for Elsewhere {
     fn size(&self) -> u64 {
         self.size
     }
@@ -72,12 +94,17 @@ impl ReadAt for Elsewhere<'_> {
         if at >= end {
             return Ok(0);
         }
-        let mut chunk = self.chunk.borrow_mut();
-        if at < chunk.0 || end > chunk.0 + chunk.1.len() as u64 {
-            let range = at..(at + CHUNK_BYTES).min(self.size).max(end);
-            let read = self.handle.block_on(self.store.read(self.name, Some(range))).map_err(io::Error::other)?;
-            *chunk = (at, read);
+        let mut chunks = self.chunks.borrow_mut();
+        let has = |(start, bytes): &(u64, Bytes)| *start <= at && end <= start + bytes.len() as u64;
+        if !has(&chunks[0]) {
+            chunks.swap(0, 1);
         }
-        chunk.1[(at - chunk.0) as usize..].read_at(0, &mut buffer[..(end - at) as usize])
+        if !has(&chunks[0]) {
+            let range = at..(at + CHUNK_BYTES).min(self.size).max(end);
+            let read = self.handle.block_on(self.store.read(&self.name, Some(range))).map_err(io::Error::other)?;
+            chunks[0] = (at, read);
+        }
+        let (start, bytes) = &chunks[0];
+        bytes[(at - start) as usize..].read_at(0, &mut buffer[..(end - at) as usize])
     }
 }

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::{Field, Fields, ReadAt, Result, damage};
+use super::{Encoding, Field, Fields, ReadAt, Result, damage};
 
 const BLOCK: u64 = 512;
 
@@ -132,7 +132,7 @@ pub fn fields(source: &(impl ReadAt + ?Sized)) -> Result<Fields> {
         if found.fields.iter().any(|field| field.name == name) {
             return damage(entry.start, &format!("{name:?} is there twice in the sample {key:?}"));
         }
-        found.fields.push(Field { name, data: entry.data });
+        found.fields.push(Field { name, data: entry.data, encoding: Encoding::ByName });
     }
     if found.fields.is_empty() { damage(0, "expected the files of a sample, found none") } else { Ok(found) }
 }
