@@ -3,19 +3,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use futures::{StreamExt, TryStreamExt, stream};
-use globset::GlobBuilder;
-use strata_io::{ObjectInfo, Store};
+use strata_io::Store;
 
+use crate::Result;
 use crate::bounds::Bounds;
 use crate::formats::tokens::Windows;
-use crate::formats::{Dtype, Fault, Fields, megatron, tar, tokens};
-use crate::objects::look;
+use crate::formats::{Dtype, Fault, Fields, mds, tar, tokens};
 use crate::reads::Extent;
-use crate::{Error, Result};
-
-/// Shards whose samples are looked for at a time.
-const CONCURRENCY: usize = 16;
+use crate::scan::shards;
 
 /// How samples lie in shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +31,9 @@ pub enum Format {
         /// Which tokens are a sample.
         windows: Windows,
     },
+    /// What an `index.json` lists, as MosaicML's Streaming writes it. The pattern names the index, or its folder with a
+    /// `/` at the end.
+    Mds,
 }
 
 /// One object with samples.
@@ -58,6 +56,8 @@ pub enum Layout {
     Tar,
     /// All of it is tokens.
     Tokens(Dtype),
+    /// By the sizes before them.
+    Columns(Arc<[mds::Column]>),
 }
 
 /// Shards of one format, in the order of their names. Belongs to no store and no process.
@@ -75,21 +75,14 @@ impl Index {
     /// `pattern` is a glob: `*` and `?` within a folder, `**` over folders, `{a,b}`, `[0-9]`.
     ///
     /// # Errors
-    /// [`Error::Config`] for what is no pattern or no window, [`Error::NotFound`] if nothing matches, [`Error::Damaged`] for a shard
-    /// that its format cannot be; what the store says.
+    /// [`Error::Config`] for what is no pattern or no window, [`Error::NotFound`] if nothing matches,
+    /// [`Error::Damaged`] for a shard that its format cannot be; what the store says.
+    ///
+    /// [`Error::Config`]: crate::Error::Config
+    /// [`Error::NotFound`]: crate::Error::NotFound
+    /// [`Error::Damaged`]: crate::Error::Damaged
     pub async fn scan(store: Arc<dyn Store>, pattern: &str, format: Format) -> Result<Self> {
-        format.check()?;
-        let mut found = matching(&*store, pattern).await?;
-        if let Format::Megatron { .. } = format {
-            found.retain(|info| info.name.ends_with(".bin"));
-        }
-        if found.is_empty() {
-            let url = url_of(&*store, pattern);
-            return Err(Error::NotFound { url, detail: "nothing of such a name is there".to_owned() });
-        }
-        let scans = found.into_iter().map(|info| scanned(store.clone(), info, format));
-        let shards: Vec<Shard> = stream::iter(scans).buffered(CONCURRENCY).try_collect().await?;
-        Ok(Self::of(shards))
+        Ok(Self::of(shards(&store, pattern, format).await?))
     }
 
     fn of(shards: Vec<Shard>) -> Self {
@@ -138,26 +131,11 @@ impl Index {
     /// # Panics
     /// If there are not so many shards.
     pub fn fields_of(&self, shard: u32, bytes: &[u8]) -> Result<Fields, Fault> {
-        match self.shards[shard as usize].layout {
+        match &self.shards[shard as usize].layout {
             Layout::Tar => tar::fields(bytes),
-            Layout::Tokens(dtype) => Ok(tokens::fields(bytes, dtype)),
+            Layout::Tokens(dtype) => Ok(tokens::fields(bytes, *dtype)),
+            Layout::Columns(columns) => mds::fields(bytes, columns),
         }
-    }
-}
-
-impl Format {
-    fn check(self) -> Result<()> {
-        let windows = match self {
-            Self::Tar => return Ok(()),
-            Self::Tokens { dtype, .. } if !dtype.is_integer() => {
-                return Err(Error::Config(format!("tokens of {}: expected whole numbers", dtype.name())));
-            }
-            Self::Tokens { windows, .. } | Self::Megatron { windows } => windows,
-        };
-        if windows.window == 0 || windows.stride == 0 {
-            return Err(Error::Config(format!("{windows:?}: expected numbers above 0")));
-        }
-        Ok(())
     }
 }
 
@@ -166,32 +144,6 @@ impl Shard {
     pub fn num_samples(&self) -> u64 {
         self.bounds.num_samples()
     }
-}
-
-async fn matching(store: &dyn Store, pattern: &str) -> Result<Vec<ObjectInfo>> {
-    let glob = GlobBuilder::new(pattern).literal_separator(true).build();
-    let glob = glob.map_err(|error| Error::Config(format!("the pattern {pattern:?}: {error}")))?.compile_matcher();
-    let is_deep = pattern.contains('/') || pattern.contains("**");
-    let mut found = if is_deep { store.list_below("").await? } else { store.list("").await? };
-    found.retain(|info| glob.is_match(&info.name));
-    Ok(found)
-}
-
-async fn scanned(store: Arc<dyn Store>, info: ObjectInfo, format: Format) -> Result<Shard> {
-    let ObjectInfo { name, size, .. } = info;
-    let fault = |fault| Error::of(fault, url_of(&*store, &name), 0);
-    let (bounds, layout) = match format {
-        Format::Tar => (Bounds::Listed(look(&store, &name, Some(size), tar::scan).await?), Layout::Tar),
-        Format::Tokens { dtype, header_bytes, windows } => {
-            (tokens::scan(size, header_bytes, dtype, windows).map_err(fault)?, Layout::Tokens(dtype))
-        }
-        Format::Megatron { windows } => {
-            let index = format!("{}.idx", name.strip_suffix(".bin").expect("others were left out"));
-            let index = look(&store, &index, None, megatron::scan).await?;
-            (megatron::bounds(&index, size, windows).map_err(fault)?, Layout::Tokens(index.dtype))
-        }
-    };
-    Ok(Shard { name, size_bytes: size, bounds, layout })
 }
 
 /// URL of what is called `name` below `store`.

@@ -1,6 +1,7 @@
 //! How samples lie in shards: where each begins, and which fields it has. Pure.
 
 mod dtype;
+pub mod mds;
 pub mod megatron;
 pub mod tar;
 pub mod tokens;
@@ -9,6 +10,7 @@ pub use dtype::Dtype;
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Why samples cannot be read.
 #[derive(Debug, thiserror::Error)]
@@ -100,4 +102,6 @@ pub enum Encoding {
         /// Lengths of the axes.
         shape: Vec<u64>,
     },
+    /// What MosaicML calls by this name, such as `str`, `json`, `jpeg`, `pil` or `pkl`.
+    Named(Arc<str>),
 }

@@ -9,10 +9,12 @@ mod buffers;
 pub mod dataset;
 mod error;
 pub mod formats;
+mod listing;
 mod objects;
 pub mod order;
 pub mod partition;
 pub mod permutation;
 pub mod reads;
+mod scan;
 
 pub use error::{Error, Result};

@@ -14,10 +14,11 @@ use crate::dataset::url_of;
 use crate::formats::{self, ReadAt};
 use crate::{Error, Result};
 
-/// Read ahead where headers are looked for in an object that is elsewhere.
-const CHUNK_BYTES: u64 = 4 << 20;
+/// Read ahead where much of an object is looked at.
+pub(crate) const AHEAD_BYTES: u64 = 4 << 20;
 
-/// What `look` finds in the object `name`, in a thread that may wait. A size that is not known is asked for.
+/// What `look` finds in the object `name`, in a thread that may wait. A size that is not known is asked for. From a store
+/// that is elsewhere `ahead_bytes` are read at a time, or what is asked for if that is more.
 ///
 /// # Errors
 /// [`Error::Damaged`] for what `look` says; what the store says.
@@ -25,6 +26,7 @@ pub(crate) async fn look<T: Send + 'static>(
     store: &Arc<dyn Store>,
     name: &str,
     size: Option<u64>,
+    ahead_bytes: u64,
     look: impl FnOnce(&(dyn ReadAt + 'static)) -> formats::Result<T> + Send + 'static,
 ) -> Result<T> {
     let (store, name, object, handle) = (store.clone(), name.to_owned(), url_of(&**store, name), Handle::current());
@@ -37,7 +39,7 @@ pub(crate) async fn look<T: Send + 'static>(
     };
     let looked = move || match path {
         Some(path) => File::open(path).map_err(Into::into).and_then(|file| look(&OnDisk::new(file)?)),
-        None => look(&Elsewhere { store, name, size, handle, chunks: RefCell::default() }),
+        None => look(&Elsewhere { store, name, size, ahead_bytes, handle, chunks: RefCell::default() }),
     };
     let looked = tokio::task::spawn_blocking(looked).await.expect("looking does not panic");
     looked.map_err(|fault| Error::of(fault, object, 0))
@@ -78,6 +80,7 @@ struct Elsewhere {
     store: Arc<dyn Store>,
     name: String,
     size: u64,
+    ahead_bytes: u64,
     /// Of the runtime that is to read it.
     handle: Handle,
     /// Where each begins, and what is there.
@@ -100,7 +103,7 @@ impl ReadAt for Elsewhere {
             chunks.swap(0, 1);
         }
         if !has(&chunks[0]) {
-            let range = at..(at + CHUNK_BYTES).min(self.size).max(end);
+            let range = at..(at + self.ahead_bytes).min(self.size).max(end);
             let read = self.handle.block_on(self.store.read(&self.name, Some(range))).map_err(io::Error::other)?;
             chunks[0] = (at, read);
         }
