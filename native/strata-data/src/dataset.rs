@@ -8,7 +8,7 @@ use strata_io::Store;
 use crate::Result;
 use crate::bounds::Bounds;
 use crate::formats::tokens::Windows;
-use crate::formats::{Dtype, Fault, Fields, mds, tar, tokens};
+use crate::formats::{Dtype, Fault, Fields, files, lines, mds, tar, tokens};
 use crate::reads::Extent;
 use crate::scan::shards;
 
@@ -34,6 +34,10 @@ pub enum Format {
     /// What an `index.json` lists, as MosaicML's Streaming writes it. The pattern names the index, or its folder with a
     /// `/` at the end.
     Mds,
+    /// Text, each line a sample.
+    Lines,
+    /// Each file a sample.
+    Files,
 }
 
 /// One object with samples.
@@ -58,6 +62,10 @@ pub enum Layout {
     Tokens(Dtype),
     /// By the sizes before them.
     Columns(Arc<[mds::Column]>),
+    /// All of it is a line and blank ones.
+    Line,
+    /// By the shard's name.
+    File,
 }
 
 /// Shards of one format, in the order of their names. Belongs to no store and no process.
@@ -131,10 +139,13 @@ impl Index {
     /// # Panics
     /// If there are not so many shards.
     pub fn fields_of(&self, shard: u32, bytes: &[u8]) -> Result<Fields, Fault> {
-        match &self.shards[shard as usize].layout {
+        let shard = &self.shards[shard as usize];
+        match &shard.layout {
             Layout::Tar => tar::fields(bytes),
             Layout::Tokens(dtype) => Ok(tokens::fields(bytes, *dtype)),
             Layout::Columns(columns) => mds::fields(bytes, columns),
+            Layout::Line => lines::fields(bytes),
+            Layout::File => Ok(files::fields(&shard.name, bytes)),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! How samples lie in shards: where each begins, and which fields it has. Pure.
 
 mod dtype;
+pub mod files;
+pub mod lines;
 pub mod mds;
 pub mod megatron;
 pub mod tar;
@@ -33,6 +35,15 @@ pub type Result<T, E = Fault> = std::result::Result<T, E>;
 
 fn damage<T>(at: u64, detail: &str) -> Result<T> {
     Err(Fault::Damage { at, detail: detail.to_owned() })
+}
+
+/// The name of a file as key of its sample and name of its field: before and behind the first dot of its last part. None
+/// where one of them is empty.
+fn key_and_field(name: &str) -> Option<(&str, &str)> {
+    let last = name.rfind('/').map_or(0, |slash| slash + 1);
+    let dot = last + name[last..].find('.')?;
+    let (key, field) = (&name[..dot], &name[dot + 1..]);
+    (dot > last && !field.is_empty()).then_some((key, field))
 }
 
 /// Bytes that can be read anywhere.

@@ -8,7 +8,7 @@ use strata_io::{ObjectInfo, Store};
 
 use crate::bounds::Bounds;
 use crate::dataset::{Format, Layout, Shard, url_of};
-use crate::formats::{Fault, mds, megatron, tar, tokens};
+use crate::formats::{Fault, files, lines, mds, megatron, tar, tokens};
 use crate::listing::matching;
 use crate::objects::{AHEAD_BYTES, look};
 use crate::{Error, Result};
@@ -36,7 +36,7 @@ pub(crate) async fn shards(store: &Arc<dyn Store>, pattern: &str, format: Format
 
 fn check(format: Format) -> Result<()> {
     let windows = match format {
-        Format::Tar | Format::Mds => return Ok(()),
+        Format::Tar | Format::Mds | Format::Lines | Format::Files => return Ok(()),
         Format::Tokens { dtype, .. } if !dtype.is_integer() => {
             return Err(Error::Config(format!("tokens of {}: expected whole numbers", dtype.name())));
         }
@@ -68,6 +68,10 @@ async fn shard(store: &Arc<dyn Store>, info: ObjectInfo, format: Format) -> Resu
             let bounds = megatron::bounds(&index, size, windows);
             (bounds.map_err(|fault| of(fault, store, &name))?, Layout::Tokens(index.dtype))
         }
+        Format::Lines => {
+            (Bounds::Listed(look(store, &name, Some(size), AHEAD_BYTES, lines::scan).await?), Layout::Line)
+        }
+        Format::Files => (files::bounds(size), Layout::File),
         Format::Mds => unreachable!("its shards are in an index"),
     };
     Ok(Shard { name, size_bytes: size, bounds, layout })

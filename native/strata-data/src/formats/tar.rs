@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::{Encoding, Field, Fields, ReadAt, Result, damage};
+use super::{Encoding, Field, Fields, ReadAt, Result, damage, key_and_field};
 
 const BLOCK: u64 = 512;
 
@@ -31,12 +31,9 @@ pub struct Entry {
 impl Entry {
     /// Key of its sample and name of its field; None for what belongs to no sample.
     pub fn key_and_field(&self) -> Option<(&str, &str)> {
-        let last = self.name.rfind('/').map_or(0, |slash| slash + 1);
-        let dot = last + self.name[last..].find('.')?;
-        let (key, field) = (&self.name[..dot], &self.name[dot + 1..]);
-        // A hidden file, or one of WebDataset's own.
-        let is_plain = dot > last && !field.is_empty();
-        (is_plain && !(self.name.starts_with("__") && self.name.ends_with("__"))).then_some((key, field))
+        // WebDataset's own are none.
+        let is_special = self.name.starts_with("__") && self.name.ends_with("__");
+        if is_special { None } else { key_and_field(&self.name) }
     }
 }
 
