@@ -80,7 +80,8 @@ pub struct Index {
 impl Index {
     /// The shards below `store` whose names match `pattern`, with their samples.
     ///
-    /// `pattern` is a glob: `*` and `?` within a folder, `**` over folders, `{a,b}`, `[0-9]`.
+    /// `pattern` is a glob: `*` and `?` within a folder, `**` over folders, `{a,b}`, `[0-9]`; and `{000..127}` or
+    /// `{a..f}` for each of a range.
     ///
     /// # Errors
     /// [`Error::Config`] for what is no pattern or no window, [`Error::NotFound`] if nothing matches,

@@ -9,8 +9,8 @@ use strata_io::{ObjectInfo, Store};
 use crate::bounds::Bounds;
 use crate::dataset::{Format, Layout, Shard, url_of};
 use crate::formats::{Fault, files, lines, mds, megatron, tar, tokens};
-use crate::listing::matching;
 use crate::objects::{AHEAD_BYTES, look};
+use crate::pattern::Pattern;
 use crate::{Error, Result};
 
 /// Shards whose samples are looked for at a time.
@@ -32,6 +32,15 @@ pub(crate) async fn shards(store: &Arc<dyn Store>, pattern: &str, format: Format
     }
     let scans = found.into_iter().map(|info| shard(store, info, format));
     stream::iter(scans).buffered(CONCURRENCY).try_collect().await
+}
+
+/// The objects whose names match, sorted; there may be none.
+async fn matching(store: &dyn Store, pattern: &str) -> Result<Vec<ObjectInfo>> {
+    let pattern = Pattern::new(pattern)?;
+    let listed = if pattern.is_deep { store.list_below(&pattern.folder) } else { store.list(&pattern.folder) };
+    let mut found = listed.await?;
+    found.retain(|info| pattern.matches(&info.name));
+    Ok(found)
 }
 
 fn check(format: Format) -> Result<()> {
