@@ -58,9 +58,9 @@ pub fn entry(source: &(impl ReadAt + ?Sized), mut at: u64) -> Result<Option<Entr
         let Some(end) = size.checked_next_multiple_of(BLOCK).and_then(|size| begin.checked_add(size)) else {
             return damage(at, &format!("a file of {size} bytes"));
         };
-        if begin + size > source.size() {
+        if end > source.size() {
             let left = source.size().saturating_sub(begin);
-            return damage(at, &format!("expected {size} bytes behind the header, found {left}"));
+            return damage(at, &format!("expected {} bytes behind the header, found {left}", end - begin));
         }
         start.get_or_insert(at);
         match header.kind {
