@@ -68,7 +68,7 @@ pub enum Layout {
     File,
 }
 
-/// Shards of one format, in the order of their names. Belongs to no store and no process.
+/// Shards of one format, in the order of their names or of the index that lists them. Belongs to no store and no process.
 #[derive(Debug)]
 pub struct Index {
     shards: Vec<Shard>,

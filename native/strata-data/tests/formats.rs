@@ -12,9 +12,12 @@ use std::time::Duration;
 use async_trait::async_trait;
 use proptest::prelude::*;
 use strata_data::Error;
-use strata_data::dataset::{Format, Index};
+use strata_data::batches::{Batches, Plan, Sample, Source};
+use strata_data::dataset::{Format, Index, Shard};
 use strata_data::formats::tokens::Windows;
 use strata_data::formats::{self, Dtype, ReadAt, lines, mds, megatron, tar};
+use strata_data::order::{Lanes, Order, Shuffle};
+use strata_data::partition::{Ending, Stream};
 use strata_io::schedule::ByteBudget;
 use strata_io::testing::{CountingStore, Counts, Hook, Hooked, Kind as Asked, Request};
 use strata_io::{IoConfig, Store, open};
@@ -109,6 +112,46 @@ async fn a_file_without_bytes_is_a_sample() {
     assert_eq!(found.iter().map(|sample| sample.fields[0].1.len()).collect::<Vec<_>>(), [0, 1]);
 }
 
+#[tokio::test]
+async fn what_a_store_says_is_the_error() {
+    for kind in [Kind::Tar, Kind::Megatron, Kind::Mds, Kind::Lines] {
+        let data = data_set(kind, &[2], 100);
+        let folder = folder(&data.objects);
+        let refusing = Hooked::new(store(folder.path()), Refusals);
+        let found = Index::scan(Arc::new(refusing), data.pattern, data.format).await;
+        assert!(matches!(found, Err(Error::Io(strata_io::Error::PermissionDenied { .. }))), "{kind:?}: {found:?}");
+    }
+}
+
+/// Windows that overlap, and files of which one is empty, go through the reads that are made for neighbours.
+#[tokio::test]
+async fn what_is_read_ahead_is_what_lies_there() {
+    for kind in KINDS {
+        let mut data = data_set(kind, &[30, 0, 50], 200);
+        if kind == Kind::Files {
+            data.objects[3].1.clear();
+        }
+        let folder = folder(&data.objects);
+        let store = store(folder.path());
+        let index = Arc::new(Index::scan(store.clone(), data.pattern, data.format).await.unwrap());
+        let counts: Vec<u64> = index.shards().iter().map(Shard::num_samples).collect();
+        let order = Arc::new(Order::new(&counts, Shuffle::Full, Lanes { num_lanes: 1, turn: 1 }, 1, 0));
+        let stream = Stream { world_size: 1, rank: 0, num_workers: 1, worker: 0, batch_size: 7 };
+        let plan = Plan { order: order.clone(), next: order, stream, ending: Ending::Short, start: 0, first: 0 };
+        let source = Source { store, index: index.clone() };
+        let mut batches = Batches::new(source, plan, ByteBudget::new(1 << 20), 1 << 12);
+        let mut num_samples = 0;
+        while let Some(batch) = batches.next().await.unwrap() {
+            for Sample { extent, bytes, .. } in batch.samples {
+                let shard = std::fs::read(folder.path().join(&index.shards()[extent.shard as usize].name)).unwrap();
+                assert!(bytes == shard[extent.start as usize..extent.end as usize], "{kind:?} {extent:?}");
+                num_samples += 1;
+            }
+        }
+        assert_eq!(num_samples, data.samples.len(), "{kind:?}");
+    }
+}
+
 /// What comes of the data set after `damage`, which is told each object's name and bytes.
 async fn damaged(data: &DataSet, damage: impl Fn(&str, &mut Vec<u8>)) -> Result<Vec<Written>, Error> {
     let mut objects = data.objects.clone();
@@ -183,6 +226,18 @@ impl Hook for Notes {
     async fn before(&self, request: &Request<'_>) -> strata_io::Result<()> {
         self.0.lock().unwrap().push((request.kind, request.name.to_owned()));
         Ok(())
+    }
+}
+
+/// Refuses to be read.
+#[derive(Debug)]
+struct Refusals;
+
+#[async_trait]
+impl Hook for Refusals {
+    async fn before(&self, request: &Request<'_>) -> strata_io::Result<()> {
+        let (object, detail) = (request.name.to_owned(), "expired".to_owned());
+        if request.kind == Asked::Read { Err(strata_io::Error::PermissionDenied { object, detail }) } else { Ok(()) }
     }
 }
 
