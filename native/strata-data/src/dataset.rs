@@ -1,30 +1,43 @@
 //! The shards at a place, and where the samples of each begin. Reads no sample.
 
-use std::fs::File;
-use std::io;
-use std::os::unix::fs::FileExt;
+use std::ops::Range;
 use std::sync::Arc;
 
-use futures::{StreamExt, TryStreamExt, stream};
-use globset::GlobBuilder;
-use strata_io::{ObjectInfo, Store};
-use tokio::runtime::Handle;
+use strata_io::Store;
 
-use crate::formats::{Fault, Fields, ReadAt, tar};
+use crate::Result;
+use crate::bounds::Bounds;
+use crate::formats::tokens::Windows;
+use crate::formats::{Dtype, Fault, Fields, files, lines, mds, tar, tokens};
 use crate::reads::Extent;
-use crate::{Error, Result};
-
-/// Shards whose samples are looked for at a time.
-const CONCURRENCY: usize = 16;
-
-/// Read ahead where headers are looked for in an object that is elsewhere.
-const CHUNK_BYTES: u64 = 8 << 20;
+use crate::scan::shards;
 
 /// How samples lie in shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     /// Archives of files, as WebDataset writes them.
     Tar,
+    /// Files of nothing but tokens.
+    Tokens {
+        /// Of the tokens: whole numbers.
+        dtype: Dtype,
+        /// Bytes before them, which are skipped.
+        header_bytes: u64,
+        /// Which of them are a sample.
+        windows: Windows,
+    },
+    /// Pairs of `.bin`, which the pattern names, and `.idx` beside it, as Megatron-LM writes them.
+    Megatron {
+        /// Which tokens are a sample.
+        windows: Windows,
+    },
+    /// What an `index.json` lists, as MosaicML's Streaming writes it. The pattern names the index, or its folder with a
+    /// `/` at the end.
+    Mds,
+    /// Text, each line a sample.
+    Lines,
+    /// Each file a sample.
+    Files,
 }
 
 /// One object with samples.
@@ -34,14 +47,30 @@ pub struct Shard {
     pub name: String,
     /// Its size.
     pub size_bytes: u64,
-    /// Where each sample begins, and where the last one ends: one more than there are samples.
-    pub bounds: Vec<u64>,
+    /// Where its samples lie.
+    pub bounds: Bounds,
+    /// What else must be known to find their fields.
+    pub layout: Layout,
 }
 
-/// Shards of one format, in the order of their names. Belongs to no store and no process.
+/// How the fields of the samples of a shard are found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Layout {
+    /// By the headers of files.
+    Tar,
+    /// All of it is tokens.
+    Tokens(Dtype),
+    /// By the sizes before them.
+    Columns(Arc<[mds::Column]>),
+    /// All of it is a line and blank ones.
+    Line,
+    /// By the shard's name.
+    File,
+}
+
+/// Shards of one format, in the order of their names or of the index that lists them. Belongs to no store and no process.
 #[derive(Debug)]
 pub struct Index {
-    format: Format,
     shards: Vec<Shard>,
     /// The first sample of each shard.
     firsts: Vec<u64>,
@@ -51,25 +80,27 @@ pub struct Index {
 impl Index {
     /// The shards below `store` whose names match `pattern`, with their samples.
     ///
-    /// `pattern` is a glob: `*` and `?` within a folder, `**` over folders, `{a,b}`, `[0-9]`.
+    /// `pattern` is a glob: `*` and `?` within a folder, `**` over folders, `{a,b}`, `[0-9]`; and `{000..127}` or
+    /// `{a..f}` for each of a range.
     ///
     /// # Errors
-    /// [`Error::Config`] for what is no pattern, [`Error::NotFound`] if nothing matches, [`Error::Damaged`] for a shard
-    /// that its format cannot be; what the store says.
+    /// [`Error::Config`] for what is no pattern or no window, [`Error::NotFound`] if nothing matches,
+    /// [`Error::Damaged`] for a shard that its format cannot be; what the store says.
+    ///
+    /// [`Error::Config`]: crate::Error::Config
+    /// [`Error::NotFound`]: crate::Error::NotFound
+    /// [`Error::Damaged`]: crate::Error::Damaged
     pub async fn scan(store: Arc<dyn Store>, pattern: &str, format: Format) -> Result<Self> {
-        let found = matching(&*store, pattern).await?;
-        let scans = found.into_iter().map(|info| scanned(store.clone(), info, format));
-        let shards: Vec<Shard> = stream::iter(scans).buffered(CONCURRENCY).try_collect().await?;
-        Ok(Self::of(format, shards))
+        Ok(Self::of(shards(&store, pattern, format).await?))
     }
 
-    fn of(format: Format, shards: Vec<Shard>) -> Self {
+    fn of(shards: Vec<Shard>) -> Self {
         let (mut firsts, mut num_samples) = (Vec::with_capacity(shards.len()), 0);
         for shard in &shards {
             firsts.push(num_samples);
             num_samples += shard.num_samples();
         }
-        Self { format, shards, firsts, num_samples }
+        Self { shards, firsts, num_samples }
     }
 
     /// All samples.
@@ -89,18 +120,33 @@ impl Index {
     pub fn extent(&self, sample: u64) -> Extent {
         // Behind shards without samples, which begin where the next one does.
         let shard = self.firsts.partition_point(|&first| first <= sample) - 1;
-        let at = (sample - self.firsts[shard]) as usize;
-        let bounds = &self.shards[shard].bounds;
-        Extent { shard: shard as u32, start: bounds[at], end: bounds[at + 1] }
+        let Range { start, end } = self.shards[shard].bounds.range(sample - self.firsts[shard]);
+        Extent { shard: shard as u32, start, end }
     }
 
-    /// What the `bytes` of a sample hold.
+    /// What the `bytes` of a sample of the first shard hold, and of those that are like it.
+    ///
+    /// # Errors
+    /// As [`Index::fields_of`].
+    pub fn fields(&self, bytes: &[u8]) -> Result<Fields, Fault> {
+        self.fields_of(0, bytes)
+    }
+
+    /// What the `bytes` of a sample of `shard` hold.
     ///
     /// # Errors
     /// [`Fault`], counted from the sample's first byte.
-    pub fn fields(&self, bytes: &[u8]) -> Result<Fields, Fault> {
-        match self.format {
-            Format::Tar => tar::fields(bytes),
+    ///
+    /// # Panics
+    /// If there are not so many shards.
+    pub fn fields_of(&self, shard: u32, bytes: &[u8]) -> Result<Fields, Fault> {
+        let shard = &self.shards[shard as usize];
+        match &shard.layout {
+            Layout::Tar => tar::fields(bytes),
+            Layout::Tokens(dtype) => Ok(tokens::fields(bytes, *dtype)),
+            Layout::Columns(columns) => mds::fields(bytes, columns),
+            Layout::Line => lines::fields(bytes),
+            Layout::File => Ok(files::fields(&shard.name, bytes)),
         }
     }
 }
@@ -108,93 +154,11 @@ impl Index {
 impl Shard {
     /// Samples in it.
     pub fn num_samples(&self) -> u64 {
-        self.bounds.len() as u64 - 1
+        self.bounds.num_samples()
     }
-}
-
-async fn matching(store: &dyn Store, pattern: &str) -> Result<Vec<ObjectInfo>> {
-    let glob = GlobBuilder::new(pattern).literal_separator(true).build();
-    let glob = glob.map_err(|error| Error::Config(format!("the pattern {pattern:?}: {error}")))?.compile_matcher();
-    let is_deep = pattern.contains('/') || pattern.contains("**");
-    let mut found = if is_deep { store.list_below("").await? } else { store.list("").await? };
-    found.retain(|info| glob.is_match(&info.name));
-    if found.is_empty() {
-        let url = url_of(store, pattern);
-        return Err(Error::NotFound { url, detail: "nothing of such a name is there".to_owned() });
-    }
-    Ok(found)
-}
-
-async fn scanned(store: Arc<dyn Store>, info: ObjectInfo, format: Format) -> Result<Shard> {
-    let object = url_of(&*store, &info.name);
-    let handle = Handle::current();
-    let scan = move || {
-        let Format::Tar = format;
-        let bounds = match store.path(&info.name) {
-            Some(path) => File::open(path).map_err(Into::into).and_then(|file| tar::scan(&OnDisk::new(file)?)),
-            None => tar::scan(&Elsewhere { store, info: &info, handle, chunk: Default::default() }),
-        };
-        let bounds = bounds.map_err(|fault| Error::of(fault, object, 0))?;
-        Ok(Shard { name: info.name, size_bytes: info.size, bounds })
-    };
-    tokio::task::spawn_blocking(scan).await.expect("a scan does not panic")
 }
 
 /// URL of what is called `name` below `store`.
 pub(crate) fn url_of(store: &dyn Store, name: &str) -> String {
     format!("{}/{name}", store.url().trim_end_matches('/'))
-}
-
-struct OnDisk {
-    file: File,
-    size: u64,
-}
-
-impl OnDisk {
-    fn new(file: File) -> io::Result<Self> {
-        let size = file.metadata()?.len();
-        Ok(Self { file, size })
-    }
-}
-
-impl ReadAt for OnDisk {
-    fn size(&self) -> u64 {
-        self.size
-    }
-
-    fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut found = 0;
-        while found < buffer.len() {
-            match self.file.read_at(&mut buffer[found..], at + found as u64)? {
-                0 => break,
-                bytes => found += bytes,
-            }
-        }
-        Ok(found)
-    }
-}
-
-/// An object of a store, of which one piece is kept.
-struct Elsewhere<'a> {
-    store: Arc<dyn Store>,
-    info: &'a ObjectInfo,
-    handle: Handle,
-    chunk: std::cell::RefCell<(u64, bytes::Bytes)>,
-}
-
-impl ReadAt for Elsewhere<'_> {
-    fn size(&self) -> u64 {
-        self.info.size
-    }
-
-    fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
-        let end = (at + buffer.len() as u64).min(self.info.size);
-        let mut chunk = self.chunk.borrow_mut();
-        if at < chunk.0 || end > chunk.0 + chunk.1.len() as u64 {
-            let range = at..(at + CHUNK_BYTES).min(self.info.size).max(end);
-            let read = self.handle.block_on(self.store.read(&self.info.name, Some(range))).map_err(io::Error::other)?;
-            *chunk = (at, read);
-        }
-        chunk.1[(at - chunk.0) as usize..].read_at(0, &mut buffer[..(end - at) as usize])
-    }
 }

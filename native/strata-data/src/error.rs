@@ -46,7 +46,11 @@ impl Error {
     /// `fault` of the shard `object`, of which `from` is the first byte that was looked at.
     pub(crate) fn of(fault: Fault, object: String, from: u64) -> Self {
         match fault {
-            Fault::Io(error) => Self::File { object, error: Arc::new(error) },
+            // What the store said, where it was asked for the bytes.
+            Fault::Io(error) => match error.downcast() {
+                Ok(said) => Self::Io(said),
+                Err(error) => Self::File { object, error: Arc::new(error) },
+            },
             Fault::Damage { at, detail } => {
                 Self::Damaged { object, detail: format!("{detail} (at byte {})", from + at) }
             }

@@ -1,9 +1,18 @@
 //! How samples lie in shards: where each begins, and which fields it has. Pure.
 
+mod dtype;
+pub mod files;
+pub mod lines;
+pub mod mds;
+pub mod megatron;
 pub mod tar;
+pub mod tokens;
+
+pub use dtype::Dtype;
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Why samples cannot be read.
 #[derive(Debug, thiserror::Error)]
@@ -26,6 +35,15 @@ pub type Result<T, E = Fault> = std::result::Result<T, E>;
 
 fn damage<T>(at: u64, detail: &str) -> Result<T> {
     Err(Fault::Damage { at, detail: detail.to_owned() })
+}
+
+/// The name of a file as key of its sample and name of its field: before and behind the first dot of its last part. None
+/// where one of them is empty.
+fn key_and_field(name: &str) -> Option<(&str, &str)> {
+    let last = name.rfind('/').map_or(0, |slash| slash + 1);
+    let dot = last + name[last..].find('.')?;
+    let (key, field) = (&name[..dot], &name[dot + 1..]);
+    (dot > last && !field.is_empty()).then_some((key, field))
 }
 
 /// Bytes that can be read anywhere.
@@ -78,4 +96,23 @@ pub struct Field {
     pub name: String,
     /// Its content among the sample's bytes.
     pub data: Range<u64>,
+    /// What the content is.
+    pub encoding: Encoding,
+}
+
+/// What the content of a field is.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Encoding {
+    /// What the field's name says, such as `jpg`.
+    #[default]
+    ByName,
+    /// Numbers, little-endian, those of the last axis side by side. A single number has no axes.
+    Array {
+        /// Of each number.
+        dtype: Dtype,
+        /// Lengths of the axes.
+        shape: Vec<u64>,
+    },
+    /// What MosaicML calls by this name, such as `str`, `json`, `jpeg`, `pil` or `pkl`.
+    Named(Arc<str>),
 }

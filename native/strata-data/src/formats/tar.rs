@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::{Field, Fields, ReadAt, Result, damage};
+use super::{Encoding, Field, Fields, ReadAt, Result, damage, key_and_field};
 
 const BLOCK: u64 = 512;
 
@@ -31,12 +31,9 @@ pub struct Entry {
 impl Entry {
     /// Key of its sample and name of its field; None for what belongs to no sample.
     pub fn key_and_field(&self) -> Option<(&str, &str)> {
-        let last = self.name.rfind('/').map_or(0, |slash| slash + 1);
-        let dot = last + self.name[last..].find('.')?;
-        let (key, field) = (&self.name[..dot], &self.name[dot + 1..]);
-        // A hidden file, or one of WebDataset's own.
-        let is_plain = dot > last && !field.is_empty();
-        (is_plain && !(self.name.starts_with("__") && self.name.ends_with("__"))).then_some((key, field))
+        // WebDataset's own are none.
+        let is_special = self.name.starts_with("__") && self.name.ends_with("__");
+        if is_special { None } else { key_and_field(&self.name) }
     }
 }
 
@@ -61,9 +58,9 @@ pub fn entry(source: &(impl ReadAt + ?Sized), mut at: u64) -> Result<Option<Entr
         let Some(end) = size.checked_next_multiple_of(BLOCK).and_then(|size| begin.checked_add(size)) else {
             return damage(at, &format!("a file of {size} bytes"));
         };
-        if begin + size > source.size() {
+        if end > source.size() {
             let left = source.size().saturating_sub(begin);
-            return damage(at, &format!("expected {size} bytes behind the header, found {left}"));
+            return damage(at, &format!("expected {} bytes behind the header, found {left}", end - begin));
         }
         start.get_or_insert(at);
         match header.kind {
@@ -132,7 +129,7 @@ pub fn fields(source: &(impl ReadAt + ?Sized)) -> Result<Fields> {
         if found.fields.iter().any(|field| field.name == name) {
             return damage(entry.start, &format!("{name:?} is there twice in the sample {key:?}"));
         }
-        found.fields.push(Field { name, data: entry.data });
+        found.fields.push(Field { name, data: entry.data, encoding: Encoding::ByName });
     }
     if found.fields.is_empty() { damage(0, "expected the files of a sample, found none") } else { Ok(found) }
 }
