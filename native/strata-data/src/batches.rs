@@ -75,8 +75,8 @@ pub struct Sample {
 /// What is read, and where it is kept.
 #[derive(Debug, Clone)]
 pub struct Source {
-    /// Of this process.
-    pub store: Arc<dyn Store>,
+    /// Of this process, by their numbers.
+    pub stores: Vec<Arc<dyn Store>>,
     /// The shards.
     pub index: Arc<Index>,
 }
@@ -132,7 +132,8 @@ impl Batches {
         for (extent, read, at) in samples {
             let arrived = read.await?;
             let bytes = arrived.bytes.slice(at..at + (extent.end - extent.start) as usize);
-            let fields = self.source.index.fields(&bytes).map_err(|fault| self.source.fault(fault, &extent))?;
+            let fields =
+                self.source.index.fields(extent.shard, &bytes).map_err(|fault| self.source.fault(fault, &extent))?;
             found.push(Sample { extent, bytes, fields });
         }
         Ok(Some(RawBatch { batch, nth, samples: found }))
@@ -147,8 +148,14 @@ impl Drop for Batches {
 
 impl Source {
     fn fault(&self, fault: Fault, extent: &Extent) -> Error {
-        let name = &self.index.shards()[extent.shard as usize].name;
-        Error::of(fault, url_of(&*self.store, name), extent.start)
+        let (store, name) = self.kept(extent);
+        Error::of(fault, url_of(&**store, name), extent.start)
+    }
+
+    /// Where a shard is kept, and its name there.
+    fn kept(&self, extent: &Extent) -> (&Arc<dyn Store>, &str) {
+        let shard = &self.index.shards()[extent.shard as usize];
+        (&self.stores[shard.store as usize], &shard.name)
     }
 }
 
@@ -235,8 +242,8 @@ async fn read(source: &Source, buffers: &Buffers, extent: &Extent) -> Result<Byt
     let (mut memory, loan) = buffers.take(length).on_loan_again();
     let target = memory.split_to(length);
     drop(memory);
-    let name = &source.index.shards()[extent.shard as usize].name;
-    source.store.read_into(name, extent.range(), vec![target]).await?;
+    let (store, name) = source.kept(extent);
+    store.read_into(name, extent.range(), vec![target]).await?;
     let memory = loan.reclaim().expect("the read has ended");
     Ok(buffers.share(memory, length))
 }
@@ -249,7 +256,7 @@ mod tests {
     use strata_io::{IoConfig, open};
 
     use super::*;
-    use crate::dataset::Format;
+    use crate::dataset::{Format, Place};
     use crate::order::{Lanes, Shuffle};
 
     /// An archive of samples `s<number>`, each with a field of some bytes of that number.
@@ -292,8 +299,9 @@ mod tests {
         }
         std::fs::write(folder.join("README"), "no shard").unwrap();
         let store = open(folder.to_str().unwrap(), &BTreeMap::new(), &config()).unwrap();
-        let index = Arc::new(Index::scan(store.clone(), "*.tar", Format::Tar).await.unwrap());
-        Source { store, index }
+        let place = Place { number: 0, store: store.clone(), pattern: "*.tar".to_owned() };
+        let index = Arc::new(Index::scan(vec![place], Format::Tar).await.unwrap());
+        Source { stores: vec![store], index }
     }
 
     fn plan(source: &Source, shuffle: Shuffle, stream: Stream) -> Plan {

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::Store;
 
 use crate::Result;
@@ -40,9 +41,26 @@ pub enum Format {
     Files,
 }
 
+/// Where shards are, and their names.
+#[derive(Debug, Clone)]
+pub struct Place {
+    /// Number of `store` among those of the data set.
+    pub number: u32,
+    /// Where they are kept.
+    pub store: Arc<dyn Store>,
+    /// A name, or a glob: `*` and `?` within a folder, `**` over folders, `{a,b}`, `[0-9]`; and `{000..127}` or `{a..f}`
+    /// for each of a range.
+    pub pattern: String,
+}
+
+/// Places, and shards whose samples are looked for, at a time.
+pub(crate) const CONCURRENCY: usize = 16;
+
 /// One object with samples.
 #[derive(Debug, Clone)]
 pub struct Shard {
+    /// Number of its store among those of the data set.
+    pub store: u32,
     /// Its name, relative to the store's root.
     pub name: String,
     /// Its size.
@@ -68,7 +86,7 @@ pub enum Layout {
     File,
 }
 
-/// Shards of one format, in the order of their names or of the index that lists them. Belongs to no store and no process.
+/// Shards of one format, at each place in the order of their names or of the index that lists them. Belongs to no process.
 #[derive(Debug)]
 pub struct Index {
     shards: Vec<Shard>,
@@ -78,10 +96,7 @@ pub struct Index {
 }
 
 impl Index {
-    /// The shards below `store` whose names match `pattern`, with their samples.
-    ///
-    /// `pattern` is a glob: `*` and `?` within a folder, `**` over folders, `{a,b}`, `[0-9]`; and `{000..127}` or
-    /// `{a..f}` for each of a range.
+    /// The shards at `places`, one place after the other, with their samples.
     ///
     /// # Errors
     /// [`Error::Config`] for what is no pattern or no window, [`Error::NotFound`] if nothing matches,
@@ -90,8 +105,10 @@ impl Index {
     /// [`Error::Config`]: crate::Error::Config
     /// [`Error::NotFound`]: crate::Error::NotFound
     /// [`Error::Damaged`]: crate::Error::Damaged
-    pub async fn scan(store: Arc<dyn Store>, pattern: &str, format: Format) -> Result<Self> {
-        Ok(Self::of(shards(&store, pattern, format).await?))
+    pub async fn scan(places: Vec<Place>, format: Format) -> Result<Self> {
+        let scans = places.into_iter().map(|place| async move { shards(&place, format).await });
+        let found: Vec<Vec<Shard>> = stream::iter(scans).buffered(CONCURRENCY).try_collect().await?;
+        Ok(Self::of(found.into_iter().flatten().collect()))
     }
 
     fn of(shards: Vec<Shard>) -> Self {
@@ -124,14 +141,6 @@ impl Index {
         Extent { shard: shard as u32, start, end }
     }
 
-    /// What the `bytes` of a sample of the first shard hold, and of those that are like it.
-    ///
-    /// # Errors
-    /// As [`Index::fields_of`].
-    pub fn fields(&self, bytes: &[u8]) -> Result<Fields, Fault> {
-        self.fields_of(0, bytes)
-    }
-
     /// What the `bytes` of a sample of `shard` hold.
     ///
     /// # Errors
@@ -139,7 +148,7 @@ impl Index {
     ///
     /// # Panics
     /// If there are not so many shards.
-    pub fn fields_of(&self, shard: u32, bytes: &[u8]) -> Result<Fields, Fault> {
+    pub fn fields(&self, shard: u32, bytes: &[u8]) -> Result<Fields, Fault> {
         let shard = &self.shards[shard as usize];
         match &shard.layout {
             Layout::Tar => tar::fields(bytes),

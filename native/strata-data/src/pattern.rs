@@ -11,6 +11,8 @@ pub(crate) struct Pattern {
     pub folder: String,
     /// Whether what matches may lie in folders of `folder`.
     pub is_deep: bool,
+    /// The only name that matches, where it is no glob.
+    pub literal: Option<String>,
     matcher: GlobMatcher,
 }
 
@@ -26,7 +28,9 @@ impl Pattern {
         let matcher = glob.map_err(|error| refused(error.to_string()))?.compile_matcher();
         let literal = &pattern[..pattern.find(['*', '?', '[', '{', '\\']).unwrap_or(pattern.len())];
         let (folder, rest) = pattern.split_at(literal.rfind('/').map_or(0, |slash| slash + 1));
-        Ok(Self { folder: folder.to_owned(), is_deep: rest.contains('/') || rest.contains("**"), matcher })
+        let is_deep = rest.contains('/') || rest.contains("**");
+        let only = (literal == pattern && !rest.is_empty()).then(|| pattern.to_owned());
+        Ok(Self { folder: folder.to_owned(), is_deep, literal: only, matcher })
     }
 
     /// Whether the whole `name` matches.

@@ -7,17 +7,15 @@ use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::{ObjectInfo, Store};
 
 use crate::bounds::Bounds;
-use crate::dataset::{Format, Layout, Shard, url_of};
+use crate::dataset::{CONCURRENCY, Format, Layout, Place, Shard, url_of};
 use crate::formats::{Fault, files, lines, mds, megatron, tar, tokens};
 use crate::objects::{AHEAD_BYTES, look};
 use crate::pattern::Pattern;
 use crate::{Error, Result};
 
-/// Shards whose samples are looked for at a time.
-const CONCURRENCY: usize = 16;
-
-/// The shards of `format` below `store` whose names match `pattern`, sorted.
-pub(crate) async fn shards(store: &Arc<dyn Store>, pattern: &str, format: Format) -> Result<Vec<Shard>> {
+/// The shards of `format` at `place`, sorted.
+pub(crate) async fn shards(place: &Place, format: Format) -> Result<Vec<Shard>> {
+    let Place { store, pattern, .. } = place;
     check(format)?;
     let mut found = matching(&**store, &named(pattern, format)).await?;
     if let Format::Megatron { .. } = format {
@@ -28,15 +26,22 @@ pub(crate) async fn shards(store: &Arc<dyn Store>, pattern: &str, format: Format
         return Err(Error::NotFound { url, detail: "nothing of such a name is there".to_owned() });
     }
     if format == Format::Mds {
-        return mds_shards(store, &found).await;
+        return mds_shards(place, &found).await;
     }
-    let scans = found.into_iter().map(|info| shard(store, info, format));
+    let scans = found.into_iter().map(|info| shard(place, info, format));
     stream::iter(scans).buffered(CONCURRENCY).try_collect().await
 }
 
 /// The objects whose names match, sorted; there may be none.
 async fn matching(store: &dyn Store, pattern: &str) -> Result<Vec<ObjectInfo>> {
     let pattern = Pattern::new(pattern)?;
+    if let Some(name) = &pattern.literal {
+        return match store.size(name).await {
+            Ok(size) => Ok(vec![ObjectInfo { name: name.clone(), size, modified_at: 0 }]),
+            Err(strata_io::Error::NotFound { .. }) => Ok(Vec::new()),
+            Err(error) => Err(error.into()),
+        };
+    }
     let listed = if pattern.is_deep { store.list_below(&pattern.folder) } else { store.list(&pattern.folder) };
     let mut found = listed.await?;
     found.retain(|info| pattern.matches(&info.name));
@@ -63,7 +68,8 @@ fn named(pattern: &str, format: Format) -> String {
     if format == Format::Mds && is_folder { format!("{pattern}index.json") } else { pattern.to_owned() }
 }
 
-async fn shard(store: &Arc<dyn Store>, info: ObjectInfo, format: Format) -> Result<Shard> {
+async fn shard(place: &Place, info: ObjectInfo, format: Format) -> Result<Shard> {
+    let store = &place.store;
     let ObjectInfo { name, size, .. } = info;
     let (bounds, layout) = match format {
         Format::Tar => (Bounds::Listed(look(store, &name, Some(size), AHEAD_BYTES, tar::scan).await?), Layout::Tar),
@@ -83,11 +89,12 @@ async fn shard(store: &Arc<dyn Store>, info: ObjectInfo, format: Format) -> Resu
         Format::Files => (files::bounds(size), Layout::File),
         Format::Mds => unreachable!("its shards are in an index"),
     };
-    Ok(Shard { name, size_bytes: size, bounds, layout })
+    Ok(Shard { store: place.number, name, size_bytes: size, bounds, layout })
 }
 
 /// The shards that each index lists, in its order.
-async fn mds_shards(store: &Arc<dyn Store>, indexes: &[ObjectInfo]) -> Result<Vec<Shard>> {
+async fn mds_shards(place: &Place, indexes: &[ObjectInfo]) -> Result<Vec<Shard>> {
+    let store = &place.store;
     let mut listed = Vec::new();
     for ObjectInfo { name: index, .. } in indexes {
         let shards = mds::shards(&store.read(index, None).await?).map_err(|fault| of(fault, store, index))?;
@@ -107,7 +114,7 @@ async fn mds_shards(store: &Arc<dyn Store>, indexes: &[ObjectInfo]) -> Result<Ve
         let layout = Layout::Columns(shard.columns.clone());
         // Of a large shard only the offsets are wanted.
         let bounds = look(store, &name, Some(size_bytes), 0, move |object| mds::scan(object, &shard)).await?;
-        Ok(Shard { name, size_bytes, bounds: Bounds::Listed(bounds), layout })
+        Ok(Shard { store: place.number, name, size_bytes, bounds: Bounds::Listed(bounds), layout })
     });
     stream::iter(scans).buffered(CONCURRENCY).try_collect().await
 }

@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use proptest::prelude::*;
 use strata_data::Error;
 use strata_data::batches::{Batches, Plan, Sample, Source};
-use strata_data::dataset::{Format, Index, Shard};
+use strata_data::dataset::{Format, Index, Place, Shard};
 use strata_data::formats::tokens::Windows;
 use strata_data::formats::{self, Dtype, ReadAt, lines, mds, megatron, tar};
 use strata_data::order::{Lanes, Order, Shuffle};
@@ -22,6 +22,10 @@ use strata_io::schedule::ByteBudget;
 use strata_io::testing::{CountingStore, Counts, Hook, Hooked, Kind as Asked, Request};
 use strata_io::{IoConfig, Store, open};
 use support::writers::{DataSet, KINDS, Kind, Written, data_set};
+
+async fn scan(store: Arc<dyn Store>, pattern: &str, format: Format) -> strata_data::Result<Index> {
+    Index::scan(vec![Place { number: 0, store, pattern: pattern.to_owned() }], format).await
+}
 
 fn store(folder: &Path) -> Arc<dyn Store> {
     let config = IoConfig {
@@ -57,7 +61,7 @@ fn read(index: &Index, folder: &Path) -> Result<Vec<Written>, formats::Fault> {
     let sample = |sample| {
         let extent = index.extent(sample);
         let bytes = &shards[extent.shard as usize][extent.start as usize..extent.end as usize];
-        let found = index.fields_of(extent.shard, bytes)?;
+        let found = index.fields(extent.shard, bytes)?;
         let field = |field: formats::Field| {
             (field.name, bytes[field.data.start as usize..field.data.end as usize].to_vec(), field.encoding)
         };
@@ -73,7 +77,7 @@ async fn check(kind: Kind, counts: &[usize], size: usize) {
     let local = store(folder.path());
     let elsewhere = Arc::new(CountingStore::new(local.clone(), Counts::default()));
     for store in [local, elsewhere] {
-        let index = Index::scan(store, pattern, format).await.unwrap();
+        let index = scan(store, pattern, format).await.unwrap();
         assert_eq!(index.num_samples(), samples.len() as u64, "{kind:?}");
         assert!(read(&index, folder.path()).unwrap() == samples, "{kind:?}");
     }
@@ -107,7 +111,7 @@ async fn a_sample_may_be_large() {
 #[tokio::test]
 async fn a_file_without_bytes_is_a_sample() {
     let folder = folder(&[("a.txt".to_owned(), Vec::new()), ("b.txt".to_owned(), b"b".to_vec())]);
-    let index = Index::scan(store(folder.path()), "*.txt", Format::Files).await.unwrap();
+    let index = scan(store(folder.path()), "*.txt", Format::Files).await.unwrap();
     let found = read(&index, folder.path()).unwrap();
     assert_eq!(found.iter().map(|sample| sample.fields[0].1.len()).collect::<Vec<_>>(), [0, 1]);
 }
@@ -118,7 +122,7 @@ async fn what_a_store_says_is_the_error() {
         let data = data_set(kind, &[2], 100);
         let folder = folder(&data.objects);
         let refusing = Hooked::new(store(folder.path()), Refusals);
-        let found = Index::scan(Arc::new(refusing), data.pattern, data.format).await;
+        let found = scan(Arc::new(refusing), data.pattern, data.format).await;
         assert!(matches!(found, Err(Error::Io(strata_io::Error::PermissionDenied { .. }))), "{kind:?}: {found:?}");
     }
 }
@@ -133,12 +137,12 @@ async fn what_is_read_ahead_is_what_lies_there() {
         }
         let folder = folder(&data.objects);
         let store = store(folder.path());
-        let index = Arc::new(Index::scan(store.clone(), data.pattern, data.format).await.unwrap());
+        let index = Arc::new(scan(store.clone(), data.pattern, data.format).await.unwrap());
         let counts: Vec<u64> = index.shards().iter().map(Shard::num_samples).collect();
         let order = Arc::new(Order::new(&counts, Shuffle::Full, Lanes { num_lanes: 1, turn: 1 }, 1, 0));
         let stream = Stream { world_size: 1, rank: 0, num_workers: 1, worker: 0, batch_size: 7 };
         let plan = Plan { order: order.clone(), next: order, stream, ending: Ending::Short, start: 0, first: 0 };
-        let source = Source { store, index: index.clone() };
+        let source = Source { stores: vec![store], index: index.clone() };
         let mut batches = Batches::new(source, plan, ByteBudget::new(1 << 20), 1 << 12);
         let mut num_samples = 0;
         while let Some(batch) = batches.next().await.unwrap() {
@@ -157,7 +161,7 @@ async fn damaged(data: &DataSet, damage: impl Fn(&str, &mut Vec<u8>)) -> Result<
     let mut objects = data.objects.clone();
     objects.iter_mut().for_each(|(name, bytes)| damage(name, bytes));
     let folder = folder(&objects);
-    let index = Index::scan(store(folder.path()), data.pattern, data.format).await?;
+    let index = scan(store(folder.path()), data.pattern, data.format).await?;
     // A fault has a place, not yet a name.
     read(&index, folder.path()).map_err(|fault| Error::Config(fault.to_string()))
 }
@@ -198,7 +202,7 @@ async fn what_an_index_names_and_is_not_there_is_named() {
         std::fs::remove_file(folder.path().join(&path.0)).unwrap();
         let local = store(folder.path());
         for store in [local.clone(), Arc::new(CountingStore::new(local, Counts::default()))] {
-            let error = Index::scan(store, data.pattern, data.format).await.expect_err("gone").to_string();
+            let error = scan(store, data.pattern, data.format).await.expect_err("gone").to_string();
             assert!(error.contains(victim), "{error}");
         }
     }
@@ -207,7 +211,7 @@ async fn what_an_index_names_and_is_not_there_is_named() {
 #[tokio::test]
 async fn what_cannot_be_asked_for_is_refused() {
     let folder = folder(&[("a.bin".to_owned(), vec![0; 8])]);
-    let scan = |pattern, format| Index::scan(store(folder.path()), pattern, format);
+    let scan = |pattern, format| scan(store(folder.path()), pattern, format);
     let tokens = |dtype, window, stride| Format::Tokens { dtype, header_bytes: 0, windows: Windows { window, stride } };
     for format in [tokens(Dtype::Uint16, 0, 1), tokens(Dtype::Uint16, 1, 0), tokens(Dtype::Float32, 1, 1)] {
         assert!(matches!(scan("*.bin", format).await, Err(Error::Config(_))), "{format:?}");
@@ -246,7 +250,7 @@ async fn only_the_folder_of_the_pattern_is_listed_and_files_are_not_read() {
     let names = (0..300).map(|nth| format!("{}/part-{:03}/{nth}.jpg", ["train", "old"][nth % 2], nth / 2));
     let folder = folder(&names.map(|name| (name, vec![1])).collect::<Vec<_>>());
     let noted = Arc::new(Hooked::new(store(folder.path()), Notes::default()));
-    let index = Index::scan(noted.clone(), "train/part-{010..029}/*.jpg", Format::Files).await.unwrap();
+    let index = scan(noted.clone(), "train/part-{010..029}/*.jpg", Format::Files).await.unwrap();
     assert_eq!(index.num_samples(), 20);
     let notes = noted.hook().0.lock().unwrap();
     assert!(notes.iter().all(|(kind, name)| *kind == Asked::List && name.starts_with("train/")), "{notes:?}");
@@ -258,7 +262,7 @@ async fn what_a_format_can_say_without_the_samples_is_not_read() {
         let data = data_set(kind, &[2, 3], 1 << 20);
         let folder = folder(&data.objects);
         let counted = Arc::new(CountingStore::new(store(folder.path()), Counts::default()));
-        Index::scan(counted.clone(), data.pattern, data.format).await.unwrap();
+        scan(counted.clone(), data.pattern, data.format).await.unwrap();
         assert!(counted.hook().bytes(Asked::Read) < 1000, "{kind:?}: {:?}", counted.hook().all());
     }
 }

@@ -2,11 +2,14 @@
 
 use std::sync::{Arc, Mutex};
 
+use bytes::Bytes;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyByteArray, PyDict};
 use strata_data::batches::{Batches as Reading, Plan, RawBatch, Source};
-use strata_data::dataset::{Format, Index};
+use strata_data::dataset::{Format, Index, Place};
+use strata_data::formats::tokens::Windows;
+use strata_data::formats::{Dtype, Encoding, Field};
 use strata_data::order::{Lanes, Order, Shuffle};
 use strata_data::partition::{Ending, Stream};
 use strata_io::schedule::ByteBudget;
@@ -28,9 +31,16 @@ type RawShard = (String, u64, u64);
 #[pymethods]
 impl DataIndex {
     #[staticmethod]
-    fn scan(py: Python<'_>, store: &Store, pattern: String, format: &str) -> PyResult<Self> {
-        let (store, format) = (store.open()?.0, format_of(format)?);
-        let index = wait(py, async move { Index::scan(store, &pattern, format).await })?;
+    fn scan(
+        py: Python<'_>,
+        stores: Vec<PyRef<'_, Store>>,
+        places: Vec<(u32, String)>,
+        format: RawFormat,
+    ) -> PyResult<Self> {
+        let (stores, format) = (opened(&stores)?, format_of(format)?);
+        let place = |(number, pattern)| Place { number, store: stores[number as usize].clone(), pattern };
+        let places = places.into_iter().map(place).collect();
+        let index = wait(py, async move { Index::scan(places, format).await })?;
         Ok(Self { index: Arc::new(index) })
     }
 
@@ -51,12 +61,12 @@ impl DataIndex {
         Ok(DataOrder { order: Arc::new(order) })
     }
 
-    #[pyo3(signature = (store, order, following, *, world_size, rank, num_workers, worker, batch_size, ending, start,
+    #[pyo3(signature = (stores, order, following, *, world_size, rank, num_workers, worker, batch_size, ending, start,
                         first, max_ahead_bytes))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn batches(
         &self,
-        store: &Store,
+        stores: Vec<PyRef<'_, Store>>,
         order: &DataOrder,
         following: &DataOrder,
         world_size: u64,
@@ -72,12 +82,16 @@ impl DataIndex {
         let stream = Stream { world_size, rank, num_workers, worker, batch_size };
         let (order, next) = (order.order.clone(), following.order.clone());
         let plan = Plan { order, next, stream, ending: ending_of(ending)?, start, first };
-        let source = Source { store: store.open()?.0, index: self.index.clone() };
+        let source = Source { stores: opened(&stores)?, index: self.index.clone() };
         let runtime = runtime()?;
         let _guard = runtime.enter();
         let reading = Reading::new(source, plan, ByteBudget::new(max_ahead_bytes), max_ahead_bytes / WINDOWS);
         Ok(Batches { pid: std::process::id(), reading: Mutex::new(State::Open(reading)) })
     }
+}
+
+fn opened(stores: &[PyRef<'_, Store>]) -> PyResult<Vec<Arc<dyn strata_io::Store>>> {
+    stores.iter().map(|store| Ok(store.open()?.0)).collect()
 }
 
 /// Windows that are read ahead at a time.
@@ -115,8 +129,11 @@ enum State {
     Gone,
 }
 
-/// Where all ranks stand behind the batch, its number, samples that others have too; keys, and each field's content.
+/// Where all ranks stand behind the batch, its number, samples that others have too; keys; by name the fields.
 type RawSamples<'py> = (u64, u64, u64, Vec<String>, Bound<'py, PyDict>);
+
+/// kind, dtype, header bytes, window, stride.
+type RawFormat = (String, String, u64, u64, u64);
 
 #[pymethods]
 impl Batches {
@@ -159,32 +176,81 @@ impl Drop for Batches {
 }
 
 fn raw<'py>(py: Python<'py>, batch: RawBatch) -> PyResult<RawSamples<'py>> {
-    let fields = PyDict::new(py);
     let num_samples = batch.samples.len();
     let mut keys = Vec::with_capacity(num_samples);
+    // In the order in which they are first seen; None for the samples that lack one.
+    let mut columns: Vec<(String, Vec<Option<Value>>)> = Vec::new();
     for (at, sample) in batch.samples.into_iter().enumerate() {
-        for field in sample.fields.fields {
-            let values = match fields.get_item(&field.name)? {
-                Some(values) => values.cast_into::<PyList>()?,
+        for Field { name, data, encoding } in sample.fields.fields {
+            let value = Value { bytes: sample.bytes.slice(data.start as usize..data.end as usize), encoding };
+            match columns.iter_mut().find(|(known, _)| *known == name) {
+                Some((_, values)) => values[at] = Some(value),
                 None => {
-                    // None for the samples that lack it.
-                    let values = PyList::new(py, (0..num_samples).map(|_| py.None()))?;
-                    fields.set_item(&field.name, &values)?;
-                    values
+                    let mut values = vec![None; num_samples];
+                    values[at] = Some(value);
+                    columns.push((name, values));
                 }
-            };
-            let content = sample.bytes.slice(field.data.start as usize..field.data.end as usize);
-            values.set_item(at, SharedBytes::new(content))?;
+            }
         }
         keys.push(sample.fields.key);
+    }
+    let fields = PyDict::new(py);
+    for (name, values) in columns {
+        fields.set_item(name, column(py, values)?)?;
     }
     Ok((batch.batch.after, batch.nth, batch.batch.num_repeated, keys, fields))
 }
 
-fn format_of(name: &str) -> PyResult<Format> {
-    match name {
+#[derive(Clone)]
+struct Value {
+    bytes: Bytes,
+    encoding: Encoding,
+}
+
+/// What the values of a field are, for Python: `("array", dtype, shape, bytearray)` where they are arrays of one kind, else
+/// `("each", [(name of the encoding, dtype, shape, bytes) or None])`; the name is empty where the field's says it.
+fn column<'py>(py: Python<'py>, values: Vec<Option<Value>>) -> PyResult<Bound<'py, PyAny>> {
+    if let Some(Some(Value { encoding: Encoding::Array { dtype, shape }, .. })) = values.first() {
+        let is_like = |value: &Option<Value>| matches!(value, Some(Value { encoding: Encoding::Array { dtype: d, shape: s }, .. }) if d == dtype && s == shape);
+        if values.iter().all(is_like) {
+            let found: Vec<&[u8]> = values.iter().flatten().map(|value| &*value.bytes).collect();
+            let together = PyByteArray::new_with(py, found.iter().map(|bytes| bytes.len()).sum(), |memory| {
+                let mut rest = memory;
+                for bytes in &found {
+                    let (own, others) = rest.split_at_mut(bytes.len());
+                    own.copy_from_slice(bytes);
+                    rest = others;
+                }
+                Ok(())
+            })?;
+            return Ok(("array", dtype.name(), shape.clone(), together).into_pyobject(py)?.into_any());
+        }
+    }
+    let each = values.into_iter().map(|value| {
+        value.map(|Value { bytes, encoding }| {
+            let (name, dtype, shape) = match encoding {
+                Encoding::ByName => (String::new(), "", Vec::new()),
+                Encoding::Array { dtype, shape } => ("array".to_owned(), dtype.name(), shape),
+                Encoding::Named(name) => (name.to_string(), "", Vec::new()),
+            };
+            (name, dtype, shape, SharedBytes::new(bytes))
+        })
+    });
+    let each: Vec<Option<(String, &str, Vec<u64>, SharedBytes)>> = each.collect();
+    Ok(("each", each).into_pyobject(py)?.into_any())
+}
+
+fn format_of((kind, dtype, header_bytes, window, stride): RawFormat) -> PyResult<Format> {
+    let windows = Windows { window, stride };
+    let no_dtype = || PyValueError::new_err(format!("no dtype {dtype:?}"));
+    match &*kind {
         "tar" => Ok(Format::Tar),
-        _ => Err(PyValueError::new_err(format!("no format {name:?}"))),
+        "tokens" => Ok(Format::Tokens { dtype: Dtype::of(&dtype).ok_or_else(no_dtype)?, header_bytes, windows }),
+        "megatron" => Ok(Format::Megatron { windows }),
+        "mds" => Ok(Format::Mds),
+        "jsonl" => Ok(Format::Lines),
+        "files" => Ok(Format::Files),
+        _ => Err(PyValueError::new_err(format!("no format {kind:?}"))),
     }
 }
 
