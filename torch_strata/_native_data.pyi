@@ -1,18 +1,17 @@
 """Stubs of the Rust core's data shards; `_native` has the rest."""
 
 from collections.abc import Sequence
-from typing import final
-
-from typing_extensions import Buffer
+from typing import Any, final
 
 from torch_strata._native import Store
+from torch_strata._types import DataColumn
 
 @final
 class SharedBytes:
     """Bytes of the core, read-only, through the buffer protocol: for `bytes`, `memoryview`, `numpy.frombuffer`."""
 
     @staticmethod
-    def cut(buffer: Buffer, lengths: Sequence[int]) -> list[SharedBytes]:
+    def cut(buffer: Any, lengths: Sequence[int]) -> list[SharedBytes]:
         """Pieces of a contiguous `buffer`, one after the other, of so many bytes each. Copies nothing.
 
         Raises:
@@ -38,11 +37,15 @@ class DataIndex:
     """The shards at a place, and where the samples of each begin. Belongs to no process."""
 
     @staticmethod
-    def scan(store: Store, pattern: str, format: str) -> DataIndex:
-        """Look for the shards below `store` whose names match the glob `pattern`, and for their samples.
+    def scan(
+        stores: Sequence[Store], places: Sequence[tuple[int, str]], format: tuple[str, str, int, int, int]
+    ) -> DataIndex:
+        """Look for shards and their samples.
+
+        `places`: number of a store, and a name or a glob below it. `format`: kind, dtype, header bytes, window, stride.
 
         Raises:
-            ConfigError: If `pattern` is no glob.
+            ConfigError: If a place is no glob.
             ObjectNotFoundError: If nothing matches.
             CorruptionError: If a shard cannot be of `format`.
             StorageError: If the store fails.
@@ -59,7 +62,7 @@ class DataIndex:
 
     def batches(
         self,
-        store: Store,
+        stores: Sequence[Store],
         order: DataOrder,
         following: DataOrder,
         *,
@@ -79,11 +82,10 @@ class DataIndex:
 class Batches:
     """Batches that are read ahead. Dropped, it ends what it has begun."""
 
-    def next(self) -> tuple[int, int, int, list[str], dict[str, list[SharedBytes | None]]] | None:
+    def next(self) -> tuple[int, int, int, list[str], dict[str, DataColumn]] | None:
         """The next batch, or None behind the last one.
 
-        Position of all ranks behind it, its number, how many of its samples are repeated; keys, and by name the fields:
-        None for a sample that lacks one.
+        Position of all ranks behind it, its number, how many of its samples are repeated; keys, and by name the fields.
 
         Raises:
             ForkedProcessError: In a child of the process that began it.

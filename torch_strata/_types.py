@@ -1,8 +1,11 @@
 """Shapes of what travels between Python and the Rust core. Imports no torch."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-__all__ = ["EntryColumns", "RunInfo", "StockParts", "TensorEntry"]
+if TYPE_CHECKING:
+    from torch_strata._native import SharedBytes
+
+__all__ = ["DataColumn", "EntryColumns", "RunInfo", "StockParts", "TensorEntry"]
 
 TensorEntry = tuple[
     bytes,  # fqn
@@ -57,3 +60,22 @@ RunInfo = tuple[
     dict[str, float],  # the user's metrics
 ]
 """What a manager says of a checkpoint of its run."""
+
+DataValue = tuple[
+    str,  # what it is: "array", or a name such as "json"; empty where the field's name says it
+    str,  # dtype of an array, "float32"
+    list[int],  # its shape
+    "SharedBytes",  # its content
+]
+"""A value of a field."""
+
+DataColumn = (
+    tuple[
+        Literal["array"],
+        str,  # dtype
+        list[int],  # shape of each value
+        bytearray,  # all of them, one after the other, little-endian
+    ]
+    | tuple[Literal["each"], list[DataValue | None]]  # None for a sample that lacks the field
+)
+"""The values of a field in a batch."""

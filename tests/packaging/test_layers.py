@@ -18,12 +18,12 @@ SHARED = {"_native", "_logging", "_store", "_types", "_world", "config", "errors
 SHARED_MAY_IMPORT = {
     "_native": {"_native_data", "_native_memory", "_native_run", "_types"},
     # Stubs into which _native's own, for its length, is divided.
-    "_native_data": {"_native"},
+    "_native_data": {"_native", "_types"},
     "_native_memory": set(),
     "_native_run": {"_native", "_types"},
     "errors": set(),
     "__main__": {"cli"},
-    "_types": set(),
+    "_types": {"_native"},
     "_world": {"errors"},
     "config": {"errors"},
     "_logging": {"_native", "config", "errors"},

@@ -26,11 +26,14 @@ def register() -> None:
 def _reduced(batch: Batch) -> tuple[Any, ...]:
     fields, shared = dict(batch), {}
     for name, values in batch.items():
-        if isinstance(values, list) and values and all(type(value) is SharedBytes for value in values):
-            if sum(map(len, values)) >= _MIN_BYTES:
-                shared[name] = (_in_shared_memory(values), [len(value) for value in values])
-                del fields[name]
+        if _are_buffers(values) and sum(map(len, values)) >= _MIN_BYTES:
+            shared[name] = (_in_shared_memory(values), [len(value) for value in values])
+            del fields[name]
     return _rebuilt, (list(batch), fields, shared, batch.position, batch.num_repeated)
+
+
+def _are_buffers(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is SharedBytes for value in values)
 
 
 def _rebuilt(
@@ -48,8 +51,8 @@ def _in_shared_memory(values: list[SharedBytes]) -> torch.Tensor:
     """The bytes of `values`, one after the other; shape ``(num_bytes,)``, uint8."""
     ends = list(accumulate(map(len, values), initial=0))
     storage = torch.UntypedStorage._new_shared(ends[-1])
-    memory = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-    view = memoryview(memory.numpy())
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+    view: Any = memoryview(memory.numpy())  # type: ignore[arg-type]
     for value, (start, end) in zip(values, pairwise(ends), strict=True):
         view[start:end] = memoryview(value)
     return memory

@@ -2,22 +2,25 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
 from torch_strata import _native
 from torch_strata._store import open_store, resolve_config
+from torch_strata._types import DataColumn
 from torch_strata.config import StorageConfig
 from torch_strata.data._course import BEGINNING, Course, Ending, Place
+from torch_strata.data._places import check_int, format_of, places_of
 from torch_strata.data.batch import Batch, Position
+from torch_strata.data.decode import DECODERS, Decoder
 from torch_strata.data.shuffle import Shuffle
 from torch_strata.errors import ConfigError
 
 __all__ = ["Ending", "ShardDataset"]
 
-_GLOB = "*?[{"
-_FORMATS = {".tar": "tar"}
 _STATE_VERSION = 1
 
 
@@ -25,8 +28,16 @@ class ShardDataset:
     """Samples of shards at a path or URL, in batches, for one rank of several.
 
     Args:
-        url: A path or URL of shards, with `*`, `?`, `[0-9]`, `{a,b}` and `**` where there are several; or their folder.
-        format: ``"tar"``; None: by the end of the name.
+        url: A path or URL of shards, or several: names with `*`, `?`, `[0-9]`, `{a,b}`, `{000..127}` and `**`, or
+            their folder.
+        format: ``"tar"``, ``"jsonl"``, ``"mds"``, ``"tokens"``, ``"megatron"`` or ``"files"``; None: by the name's end,
+            and tokens where there is a `window`.
+        window: Tokens in a sample, for formats of tokens.
+        stride: Tokens from the beginning of one sample to that of the next; None: `window`.
+        dtype: Of flat tokens, as NumPy calls it; None: uint16.
+        header_bytes: Bytes before flat tokens; None: none.
+        decode: Whether fields become values by what they are (`torch_strata.data.decode.DECODERS`), or further decoders
+            by name; None: of formats that say what a field is, jsonl and mds.
         shuffle: None: as they lie, shards by their names.
         batch_size: Samples in a batch of a rank; None: single samples.
         ending: What becomes of the last samples of an epoch, which do not fill a batch on every rank. Every rank gets
@@ -46,9 +57,14 @@ class ShardDataset:
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         format: str | None = None,
+        window: int | None = None,
+        stride: int | None = None,
+        dtype: str | None = None,
+        header_bytes: int | None = None,
+        decode: bool | Mapping[str, Decoder] | None = None,
         shuffle: Shuffle | None = None,
         batch_size: int | None = None,
         ending: Ending = "short",
@@ -59,8 +75,10 @@ class ShardDataset:
         config: StorageConfig | None = None,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
-        self._root, self._pattern = _split(os.fspath(url))
-        self._format = _format_of(self._pattern, format)
+        tokens = {"window": window, "stride": stride, "dtype": dtype, "header_bytes": header_bytes}
+        self._format = format_of(url, format, **tokens)
+        self._places = places_of(url, self._format.kind)
+        self.decoders = _decoders(decode, self._format.kind)
         self._config = resolve_config(config, storage_options)
         if config is None:
             # What an epoch reads once, the next one reads again: the page cache helps.
@@ -72,12 +90,12 @@ class ShardDataset:
         if (rank is None) != (world_size is None):
             raise ConfigError("rank and world_size: expected both or neither")
         self.shuffle, self.ending, self.transform = shuffle, ending, transform
-        self.batch_size = None if batch_size is None else _int("batch_size", batch_size, 1)
+        self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
         if rank is None or world_size is None:
             self._place = None
         else:
-            self._place = Place(_int("rank", rank, 0, world_size), _int("world_size", world_size, 1))
-        self._max_ahead_bytes = _int("max_ahead_bytes", max_ahead_bytes, 1)
+            self._place = Place(check_int("rank", rank, 0, world_size), check_int("world_size", world_size, 1))
+        self._max_ahead_bytes = check_int("max_ahead_bytes", max_ahead_bytes, 1)
         self._opened: _native.DataIndex | None = None
         self.next_pass = BEGINNING
         self._last: Position | None = None
@@ -109,7 +127,7 @@ class ShardDataset:
             ConfigError: If `epoch` is not an int from 0 on.
         """
         course, world_size = self.course(), self.place.world_size
-        self.next_pass = course.at_epoch(self.next_pass, _int("epoch", epoch, 0), world_size)
+        self.next_pass = course.at_epoch(self.next_pass, check_int("epoch", epoch, 0), world_size)
 
     def __len__(self) -> int:
         """Batches of each rank in a whole pass."""
@@ -127,9 +145,9 @@ class ShardDataset:
     def __iter__(self) -> "BatchIterator":
         return self.iterate(self.place)
 
-    def iterate(self, place: Place) -> "BatchIterator":
+    def iterate(self, place: Place, kind: "type[BatchIterator] | None" = None) -> "BatchIterator":
         """One pass, from where the last one ended or the loaded state says, as `place` takes part in it."""
-        return BatchIterator(self, place, self.course().begin(self.next_pass, place))
+        return (kind or BatchIterator)(self, place, self.course().begin(self.next_pass, place))
 
     def state_dict(self, after: Batch | None = None) -> dict[str, Any]:
         """Where all ranks stand once each has consumed `after`, or the last batch that was handed over here.
@@ -180,11 +198,11 @@ class ShardDataset:
 
     def _index(self) -> "_native.DataIndex":
         if self._opened is None:
-            self._opened = _native.DataIndex.scan(self._store(), self._pattern, self._format)
+            self._opened = _native.DataIndex.scan(self._stores(), list(self._places.patterns), self._format.raw)
         return self._opened
 
-    def _store(self) -> _native.Store:
-        return open_store(self._root, self._config)
+    def _stores(self) -> list[_native.Store]:
+        return [open_store(root, self._config) for root in self._places.roots]
 
     def _raw_shuffle(self) -> tuple[str, int, int, int]:
         shuffle = self.shuffle
@@ -205,7 +223,7 @@ class ShardDataset:
 
     def _batches(self, place: Place, begin: Position, first: int) -> "_native.Batches":
         return self._index().batches(
-            self._store(),
+            self._stores(),
             self._order(begin.epoch, begin),
             self._order(begin.epoch + 1, begin),
             world_size=place.world_size,
@@ -260,12 +278,29 @@ class BatchIterator(Iterator[Any]):
         after, nth, num_repeated, keys, found = raw
         self._nth = nth + 1
         position = replace(self._begin, samples=after)
-        fields: dict[str, Any] = {"__key__": keys, **found}
+        fields: dict[str, Any] = {"__key__": keys} if any(keys) else {}
+        fields |= {name: self._column(name, column) for name, column in found.items()}
         if self._dataset.batch_size is None:
             fields = {name: values[0] for name, values in fields.items()}
         made = self._transformed(Batch(fields, position, num_repeated))
         self._dataset._handed_over(position)
         return made
+
+    def _column(self, name: str, column: DataColumn) -> Any:
+        """The values of a field: an array where they are arrays of one kind, else a list."""
+        if column[0] == "array":
+            _, dtype, shape, memory = column
+            return self._array(np.frombuffer(memory, dtype).reshape(-1, *shape))
+        return [None if value is None else self._value(name, *value) for value in column[1]]
+
+    def _value(self, name: str, kind: str, dtype: str, shape: Sequence[int], data: "_native.SharedBytes") -> Any:
+        if kind == "array":
+            return self._array(np.frombuffer(bytearray(data), dtype).reshape(shape))
+        decoder = self._dataset.decoders.get(kind or name.rpartition(".")[2])
+        return data if decoder is None else decoder(memoryview(data))
+
+    def _array(self, array: "np.ndarray[Any, Any]") -> Any:
+        return array
 
     def _transformed(self, batch: Batch) -> Any:
         if self._dataset.transform is None:
@@ -303,6 +338,16 @@ class BatchIterator(Iterator[Any]):
         self._begin, self._nth, self._reading = Position(**state["begin"]), state["num_batches"], None
 
 
+def _decoders(decode: object, kind: str) -> Mapping[str, Decoder]:
+    if decode is None:
+        decode = kind in ("jsonl", "mds")
+    if isinstance(decode, bool):
+        return DECODERS if decode else {}
+    if not isinstance(decode, Mapping) or not all(callable(decoder) for decoder in decode.values()):
+        raise ConfigError(f"decode: expected a bool or a mapping of names to functions, found {decode!r}")
+    return {**DECODERS, **decode}
+
+
 def _world() -> Place:
     """This process among those that train: of torch.distributed if that is up, else of torchrun."""
     import sys
@@ -314,28 +359,3 @@ def _world() -> Place:
     if rank is None or world_size is None:
         return Place(0, 1)
     return Place(int(rank), int(world_size))
-
-
-def _split(url: str) -> tuple[str, str]:
-    """The place and the pattern below it."""
-    first = min((url.index(sign) for sign in _GLOB if sign in url), default=len(url))
-    if first == len(url) and os.path.splitext(url)[1] not in _FORMATS:
-        return url, "*"
-    root, slash, _ = url[:first].rpartition("/")
-    return (root or "/", url[len(root) + 1 :]) if slash else (".", url)
-
-
-def _format_of(pattern: str, name: str | None) -> str:
-    if name is None:
-        name = _FORMATS.get(os.path.splitext(pattern)[1])
-    if name is None or name not in _FORMATS.values():
-        known = ", ".join(sorted(_FORMATS.values()))
-        raise ConfigError(f"format: expected one of {known}, or a name that ends in one, found {name!r} of {pattern!r}")
-    return name
-
-
-def _int(name: str, value: object, low: int, below: int | None = None) -> int:
-    if type(value) is not int or value < low or (below is not None and value >= below):
-        limit = f"from {low} on" if below is None else f"from {low} to {below - 1}"
-        raise ConfigError(f"{name}: expected an int {limit}, found {value!r}")
-    return value

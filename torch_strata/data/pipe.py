@@ -1,7 +1,7 @@
 """`StrataShardPipe`: data shards for DataLoader and StatefulDataLoader."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,13 @@ from torch_strata.data.dataset import BatchIterator, ShardDataset, state_of
 from torch_strata.errors import ConfigError
 
 __all__ = ["StrataShardPipe"]
+
+
+class _TensorIterator(BatchIterator):
+    """Its arrays are tensors."""
+
+    def _array(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array)
 
 
 class _LoaderDataset(IterableDataset[Any]):
@@ -41,7 +48,7 @@ class _LoaderDataset(IterableDataset[Any]):
         *begin, times = self._said.tolist()
         if times != self._heard:
             self._heard, self.dataset.next_pass = times, Position(*begin)
-        return self.dataset.iterate(place)
+        return self.dataset.iterate(place, _TensorIterator)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -58,7 +65,7 @@ class StrataShardPipe(IterDataPipe[Any]):
         ConfigError: If an argument has the wrong type or is out of range.
     """
 
-    def __init__(self, url: str | os.PathLike[str], **arguments: Any) -> None:
+    def __init__(self, url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], **arguments: Any) -> None:
         self._loaded = _LoaderDataset(ShardDataset(url, **arguments))
         self._is_in_loader = False
 
