@@ -57,6 +57,13 @@ class DataIndex:
     def shards(self) -> list[tuple[str, int, int]]:
         """Name, bytes, and number of samples, sorted by name."""
 
+    def store_of(self, shard: int) -> int:
+        """Number of the store of a shard.
+
+        Raises:
+            ValueError: If there are not so many shards.
+        """
+
     def order(self, shuffle: tuple[str, int, int], num_lanes: int, turn: int, seed: int, epoch: int) -> DataOrder:
         """The order of an epoch; `shuffle` is its kind ("none", "shards", "blocks", "full"), block and buffer."""
 
@@ -82,10 +89,11 @@ class DataIndex:
 class Batches:
     """Batches that are read ahead. Dropped, it ends what it has begun."""
 
-    def next(self) -> tuple[int, int, int, list[str], dict[str, DataColumn]] | None:
+    def next(self) -> tuple[int, int, int, list[str], list[tuple[int, int]], dict[str, DataColumn]] | None:
         """The next batch, or None behind the last one.
 
-        Position of all ranks behind it, its number, how many of its samples are repeated; keys, and by name the fields.
+        Position of all ranks behind it, its number, how many of its samples are repeated; keys; shard and first byte of
+        each sample; by name the fields.
 
         Raises:
             ForkedProcessError: In a child of the process that began it.

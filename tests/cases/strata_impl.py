@@ -3,7 +3,9 @@
 import os
 from typing import Any
 
-from torch_strata import CheckpointManager, StrataReader, StrataWriter
+import torch
+
+from torch_strata import CheckpointManager, Shuffle, StrataReader, StrataShardPipe, StrataWriter
 
 
 def writer(path: str | os.PathLike[str]) -> StrataWriter:
@@ -19,6 +21,37 @@ def reader(path: str | os.PathLike[str]) -> StrataReader:
 def manager(root: str | os.PathLike[str], keep_last: int = 2) -> "_Manager":
     """The checkpoints of one run, saved by this process alone, of which the last ones are kept."""
     return _Manager(CheckpointManager(root, keep_count=keep_last, no_dist=True))
+
+
+def pipe(
+    paths: list[str],
+    format: str | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    dtype: str | None = None,
+    seq_len: int | None = None,
+) -> StrataShardPipe:
+    """Single samples of shards, as plain values."""
+    return StrataShardPipe(
+        paths,
+        format=format,
+        shuffle=Shuffle(seed=seed, block=4, buffer=64) if shuffle else None,
+        rank=rank,
+        world_size=world,
+        dtype=dtype,
+        window=seq_len,
+        transform=_plain,
+    )
+
+
+def _plain(sample: dict[str, Any]) -> Any:
+    if set(sample) == {"json"}:
+        return sample["json"]
+    if "tokens" in sample:
+        return {"tokens": torch.as_tensor(sample["tokens"]).long()}
+    return {name: bytes(value) if hasattr(value, "cut") else value for name, value in sample.items()}
 
 
 class _Manager:

@@ -17,7 +17,7 @@ from torch_strata.data._places import check_int, format_of, places_of
 from torch_strata.data.batch import Batch, Position
 from torch_strata.data.decode import DECODERS, Decoder
 from torch_strata.data.shuffle import Shuffle
-from torch_strata.errors import ConfigError
+from torch_strata.errors import ConfigError, CorruptionError
 
 __all__ = ["Ending", "ShardDataset"]
 
@@ -78,7 +78,7 @@ class ShardDataset:
         tokens = {"window": window, "stride": stride, "dtype": dtype, "header_bytes": header_bytes}
         self._format = format_of(url, format, **tokens)
         self._places = places_of(url, self._format.kind)
-        self.decoders = _decoders(decode, self._format.kind)
+        self._decode = _checked(decode, self._format.kind)
         self._config = resolve_config(config, storage_options)
         if config is None:
             # What an epoch reads once, the next one reads again: the page cache helps.
@@ -237,6 +237,17 @@ class ShardDataset:
             max_ahead_bytes=self._max_ahead_bytes,
         )
 
+    def url_of(self, shard: int) -> str:
+        """Where the shard of this number lies."""
+        index = self._index()
+        return f"{self._places.roots[index.store_of(shard)].rstrip('/')}/{index.shards[shard][0]}"
+
+    def decoder(self, kind: str) -> Decoder | None:
+        """What makes a value of a field of this kind; None where it stays bytes."""
+        if isinstance(self._decode, bool):
+            return DECODERS.get(kind) if self._decode else None
+        return self._decode.get(kind) or DECODERS.get(kind)
+
     def _handed_over(self, position: Position) -> None:
         self._last = position
 
@@ -275,29 +286,38 @@ class BatchIterator(Iterator[Any]):
         if raw is None:
             self._dataset._ended(self._dataset.course().end(self._begin, self._place.world_size))
             raise StopIteration
-        after, nth, num_repeated, keys, found = raw
+        after, nth, num_repeated, keys, places, found = raw
         self._nth = nth + 1
         position = replace(self._begin, samples=after)
         fields: dict[str, Any] = {"__key__": keys} if any(keys) else {}
-        fields |= {name: self._column(name, column) for name, column in found.items()}
+        fields |= {name: self._column(name, column, places) for name, column in found.items()}
         if self._dataset.batch_size is None:
             fields = {name: values[0] for name, values in fields.items()}
         made = self._transformed(Batch(fields, position, num_repeated))
         self._dataset._handed_over(position)
         return made
 
-    def _column(self, name: str, column: DataColumn) -> Any:
+    def _column(self, name: str, column: DataColumn, places: Sequence[tuple[int, int]]) -> Any:
         """The values of a field: an array where they are arrays of one kind, else a list."""
         if column[0] == "array":
             _, dtype, shape, memory = column
             return self._array(np.frombuffer(memory, dtype).reshape(-1, *shape))
-        return [None if value is None else self._value(name, *value) for value in column[1]]
+        values = zip(column[1], places, strict=True)
+        return [None if value is None else self._value(name, place, *value) for value, place in values]
 
-    def _value(self, name: str, kind: str, dtype: str, shape: Sequence[int], data: "_native.SharedBytes") -> Any:
+    def _value(
+        self, name: str, place: tuple[int, int], kind: str, dtype: str, shape: Sequence[int], data: _native.SharedBytes
+    ) -> Any:
         if kind == "array":
             return self._array(np.frombuffer(bytearray(data), dtype).reshape(shape))
-        decoder = self._dataset.decoders.get(kind or name.rpartition(".")[2])
-        return data if decoder is None else decoder(memoryview(data))
+        decoder = self._dataset.decoder(kind or name.rpartition(".")[2])
+        if decoder is None:
+            return data
+        try:
+            return decoder(memoryview(data))
+        except Exception as error:
+            where = f"{self._dataset.url_of(place[0])}: {name!r} of the sample at byte {place[1]}"
+            raise CorruptionError(f"{where}: {error} ({type(error).__name__})") from error
 
     def _array(self, array: "np.ndarray[Any, Any]") -> Any:
         return array
@@ -338,14 +358,14 @@ class BatchIterator(Iterator[Any]):
         self._begin, self._nth, self._reading = Position(**state["begin"]), state["num_batches"], None
 
 
-def _decoders(decode: object, kind: str) -> Mapping[str, Decoder]:
+def _checked(decode: object, kind: str) -> bool | Mapping[str, Decoder]:
     if decode is None:
-        decode = kind in ("jsonl", "mds")
+        return kind in ("jsonl", "mds")
     if isinstance(decode, bool):
-        return DECODERS if decode else {}
+        return decode
     if not isinstance(decode, Mapping) or not all(callable(decoder) for decoder in decode.values()):
         raise ConfigError(f"decode: expected a bool or a mapping of names to functions, found {decode!r}")
-    return {**DECODERS, **decode}
+    return dict(decode)
 
 
 def _world() -> Place:

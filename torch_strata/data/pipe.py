@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
@@ -79,8 +79,9 @@ class StrataShardPipe(IterDataPipe[Any]):
         self.dataset.set_epoch(epoch)
         self._loaded.say()
 
-    def __iter__(self) -> BatchIterator:
-        return iter(self._loaded)
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> BatchIterator: ...
 
     def __len__(self) -> int:
         """Batches of each rank in a whole pass."""
@@ -104,6 +105,14 @@ class StrataShardPipe(IterDataPipe[Any]):
         """
         self.dataset.load_state_dict(_of_loader(state) or state)
         self._loaded.say()
+
+
+def _iterate(self: StrataShardPipe) -> BatchIterator:
+    return iter(self._loaded)
+
+
+# Put here, out of sight of the metaclass, which would wrap it: into iterators of which only one lives at a time.
+StrataShardPipe.__iter__ = _iterate  # type: ignore[method-assign]
 
 
 def _of_loader(state: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -55,6 +55,11 @@ impl DataIndex {
         self.index.shards().iter().map(shard).collect()
     }
 
+    fn store_of(&self, shard: usize) -> PyResult<u32> {
+        let found = self.index.shards().get(shard).map(|shard| shard.store);
+        found.ok_or_else(|| PyValueError::new_err(format!("{shard} of {} shards", self.index.shards().len())))
+    }
+
     fn order(&self, shuffle: RawShuffle, num_lanes: u64, turn: u64, seed: u64, epoch: u64) -> PyResult<DataOrder> {
         let counts: Vec<u64> = self.index.shards().iter().map(strata_data::dataset::Shard::num_samples).collect();
         let order = Order::new(&counts, shuffle_of(shuffle)?, Lanes { num_lanes, turn }, seed, epoch);
@@ -129,8 +134,9 @@ enum State {
     Gone,
 }
 
-/// Where all ranks stand behind the batch, its number, samples that others have too; keys; by name the fields.
-type RawSamples<'py> = (u64, u64, u64, Vec<String>, Bound<'py, PyDict>);
+/// Where all ranks stand behind the batch, its number, samples that others have too; keys; shard and first byte of each
+/// sample; by name the fields.
+type RawSamples<'py> = (u64, u64, u64, Vec<String>, Vec<(u32, u64)>, Bound<'py, PyDict>);
 
 /// kind, dtype, header bytes, window, stride.
 type RawFormat = (String, String, u64, u64, u64);
@@ -178,6 +184,7 @@ impl Drop for Batches {
 fn raw<'py>(py: Python<'py>, batch: RawBatch) -> PyResult<RawSamples<'py>> {
     let num_samples = batch.samples.len();
     let mut keys = Vec::with_capacity(num_samples);
+    let places = batch.samples.iter().map(|sample| (sample.extent.shard, sample.extent.start)).collect();
     // In the order in which they are first seen; None for the samples that lack one.
     let mut columns: Vec<(String, Vec<Option<Value>>)> = Vec::new();
     for (at, sample) in batch.samples.into_iter().enumerate() {
@@ -198,7 +205,7 @@ fn raw<'py>(py: Python<'py>, batch: RawBatch) -> PyResult<RawSamples<'py>> {
     for (name, values) in columns {
         fields.set_item(name, column(py, values)?)?;
     }
-    Ok((batch.batch.after, batch.nth, batch.batch.num_repeated, keys, fields))
+    Ok((batch.batch.after, batch.nth, batch.batch.num_repeated, keys, places, fields))
 }
 
 #[derive(Clone)]

@@ -6,6 +6,7 @@
 //! <https://www.gnu.org/software/tar/manual/html_node/Standard.html>. Grouping is that of
 //! <https://github.com/webdataset/webdataset> (`webdataset/tariterators.py`).
 
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use super::{Encoding, Field, Fields, ReadAt, Result, damage, key_and_field};
@@ -90,21 +91,44 @@ pub fn entry(source: &(impl ReadAt + ?Sized), mut at: u64) -> Result<Option<Entr
 /// Where each sample begins, and where the last one ends: one more than there are samples.
 ///
 /// # Errors
-/// As [`entry`].
+/// As [`entry`]; for a sample whose files are not side by side.
 pub fn scan(source: &(impl ReadAt + ?Sized)) -> Result<Vec<u64>> {
     let (mut bounds, mut at, mut end) = (Vec::new(), 0, 0);
-    let mut key: Option<String> = None;
+    let mut last = String::new();
+    let mut fields: HashMap<String, HashSet<String>> = HashMap::new();
     while let Some(entry) = entry(source, at)? {
         at = entry.end;
-        let Some((own, _)) = entry.key_and_field() else { continue };
-        if key.as_deref() != Some(own) {
-            key = Some(own.to_owned());
+        let Some((key, field)) = entry.key_and_field() else { continue };
+        let (field, is_next) = (field.to_lowercase(), bounds.is_empty() || last != key);
+        if is_next {
+            // Another sample of that name has the same fields.
+            if fields.get(key).is_some_and(|known| !known.contains(&field)) {
+                let detail =
+                    format!("expected the files of the sample {key:?} side by side, found {field:?} behind others");
+                return damage(entry.start, &detail);
+            }
             bounds.push(entry.start);
+            key.clone_into(&mut last);
         }
+        fields.entry(key.to_owned()).or_default().insert(field);
         end = entry.end;
     }
+    check_end(source, at)?;
     bounds.push(end);
     Ok(bounds)
+}
+
+/// Zeros say that an archive ends; without them it may have been cut, and with more behind them it has a second part.
+fn check_end(source: &(impl ReadAt + ?Sized), at: u64) -> Result<()> {
+    let mut rest = vec![0; source.size().saturating_sub(at).min(128 * BLOCK) as usize];
+    source.read_exact_at(at, &mut rest)?;
+    if rest.len() < BLOCK as usize {
+        return damage(at, "expected a block of zeros, which ends an archive, found the end");
+    }
+    match rest.iter().position(|&byte| byte != 0) {
+        Some(more) => damage(at + more as u64, "expected nothing but zeros behind the end of the archive"),
+        None => Ok(()),
+    }
 }
 
 /// The fields of the sample whose bytes `source` is, its key first.
@@ -299,7 +323,8 @@ mod tests {
             file(".hidden", b"no key"),
             file("nodot", b"no field"),
             file("two.txt", b"text"),
-            file("one.cls", b"another sample"),
+            file("three.txt", b"3"),
+            file("two.cls", b"another sample"),
         ]);
         let of = |key: &str, fields: &[(&str, &[u8])]| {
             (key.to_owned(), fields.iter().map(|(name, bytes)| ((*name).to_owned(), bytes.to_vec())).collect())
@@ -307,7 +332,8 @@ mod tests {
         let expected: Vec<Sample> = vec![
             of("train/a.b/one", &[("jpg", b"image"), ("seg.png", b"")]),
             of("two", &[("cls", b"7"), ("txt", b"text")]),
-            of("one", &[("cls", b"another sample")]),
+            of("three", &[("txt", b"3")]),
+            of("two", &[("cls", b"another sample")]),
         ];
         assert_eq!(samples(&bytes).expect("sound"), expected);
     }
@@ -351,14 +377,19 @@ mod tests {
         assert_eq!(refused(&flipped).0, 1536);
         let sparse = archive(&[header(b"a.txt", 0, b'S')]);
         assert!(refused(&sparse).1.contains("sparse"));
+        let apart = archive(&[file("a.jpg", b"1"), file("b.jpg", b"2"), file("a.txt", b"3"), file("b.txt", b"4")]);
+        assert!(refused(&apart).0 == 2048 && refused(&apart).1.contains("side by side"));
         let twice = archive(&[file("a.txt", b"1"), file("a.TXT", b"2")]);
         assert!(refused(&twice).1.contains("twice"));
         assert_eq!(keys(&archive(&[])), [""; 0]);
-        assert_eq!(keys(b""), [""; 0]);
     }
 
     #[test]
-    fn an_archive_whose_end_was_cut_off_between_files_is_read() {
-        assert_eq!(keys(&file("a.txt", b"1")), ["a"]);
+    fn an_archive_without_its_end_and_two_in_one_file_are_refused() {
+        let one = file("a.txt", b"1");
+        assert_eq!(refused(&one).0, 1024);
+        assert_eq!(refused(b"").0, 0);
+        let whole = archive(&[one]);
+        assert_eq!(refused(&[whole.clone(), whole].concat()).0, 2048);
     }
 }
