@@ -8,6 +8,7 @@ use strata_io::Store;
 
 use crate::Result;
 use crate::bounds::Bounds;
+use crate::formats::compression::{Compression, in_decompressed};
 use crate::formats::tokens::Windows;
 use crate::formats::{Dtype, Fault, Fields, files, lines, mds, tar, tokens};
 use crate::reads::Extent;
@@ -16,7 +17,7 @@ use crate::scan::shards;
 /// How samples lie in shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// Archives of files, as WebDataset writes them.
+    /// Archives of files, as WebDataset writes them; compressed where their names say so.
     Tar,
     /// Files of nothing but tokens.
     Tokens {
@@ -35,7 +36,7 @@ pub enum Format {
     /// What an `index.json` lists, as MosaicML's Streaming writes it. The pattern names the index, or its folder with a
     /// `/` at the end.
     Mds,
-    /// Text, each line a sample.
+    /// Text, each line a sample; compressed where the names say so.
     Lines,
     /// Each file a sample.
     Files,
@@ -65,10 +66,21 @@ pub struct Shard {
     pub name: String,
     /// Its size.
     pub size_bytes: u64,
-    /// Where its samples lie.
+    /// What it is decompressed to as a whole; None where its bytes are read as they are.
+    pub unit: Option<Unit>,
+    /// Where its samples lie: in the unit if it is one.
     pub bounds: Bounds,
     /// What else must be known to find their fields.
     pub layout: Layout,
+}
+
+/// A shard of which nothing can be read without the whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unit {
+    /// How it is compressed.
+    pub compression: Compression,
+    /// Size of what it is decompressed to.
+    pub size_bytes: u64,
 }
 
 /// How the fields of the samples of a shard are found.
@@ -130,7 +142,7 @@ impl Index {
         &self.shards
     }
 
-    /// The bytes of `sample`, counted through all shards.
+    /// The bytes of `sample`, counted through all shards; of a unit, the decompressed ones.
     ///
     /// # Panics
     /// If there are not so many.
@@ -150,13 +162,14 @@ impl Index {
     /// If there are not so many shards.
     pub fn fields(&self, shard: u32, bytes: &[u8]) -> Result<Fields, Fault> {
         let shard = &self.shards[shard as usize];
-        match &shard.layout {
+        let found = match &shard.layout {
             Layout::Tar => tar::fields(bytes),
             Layout::Tokens(dtype) => Ok(tokens::fields(bytes, *dtype)),
             Layout::Columns(columns) => mds::fields(bytes, columns),
             Layout::Line => lines::fields(bytes),
             Layout::File => Ok(files::fields(&shard.name, bytes)),
-        }
+        };
+        if shard.unit.is_some() { found.map_err(in_decompressed) } else { found }
     }
 }
 

@@ -293,7 +293,7 @@ proptest! {
         let _ = (tar::scan(&source), lines::scan(&source), megatron::scan(&source), mds::shards(&bytes));
         let _ = (tar::fields(&*bytes), lines::fields(&bytes), mds::fields(&bytes, &columns()));
         for num_samples in [num_samples, num_samples % 200, u64::from(u32::MAX)] {
-            let shard = mds::Shard { name: String::new(), size_bytes: bytes.len() as u64, num_samples, columns: columns() };
+            let shard = mds::Shard { name: String::new(), size_bytes: bytes.len() as u64, num_samples, columns: columns(), zip: None };
             let _ = mds::scan(&source, &shard);
         }
     }
