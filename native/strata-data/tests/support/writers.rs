@@ -1,5 +1,7 @@
 //! Small data sets of each format, written without the code under test, and what their samples hold.
 
+use std::io::Write;
+
 use strata_data::dataset::Format;
 use strata_data::formats::tokens::Windows;
 use strata_data::formats::{Dtype, Encoding};
@@ -14,10 +16,47 @@ pub enum Kind {
     Mds,
     Lines,
     Files,
+    GzipTar,
+    ZstdTar,
+    GzipMds,
+    ZstdMds,
+    GzipLines,
+    ZstdLines,
 }
 
-pub const KINDS: [Kind; 7] =
-    [Kind::Tar, Kind::Tokens, Kind::OverlappingTokens, Kind::Megatron, Kind::Mds, Kind::Lines, Kind::Files];
+pub const KINDS: [Kind; 13] = [
+    Kind::Tar,
+    Kind::Tokens,
+    Kind::OverlappingTokens,
+    Kind::Megatron,
+    Kind::Mds,
+    Kind::Lines,
+    Kind::Files,
+    Kind::GzipTar,
+    Kind::ZstdTar,
+    Kind::GzipMds,
+    Kind::ZstdMds,
+    Kind::GzipLines,
+    Kind::ZstdLines,
+];
+
+pub const COMPRESSED: [Kind; 6] =
+    [Kind::GzipTar, Kind::ZstdTar, Kind::GzipMds, Kind::ZstdMds, Kind::GzipLines, Kind::ZstdLines];
+
+impl Kind {
+    /// What is compressed, and the end of the names.
+    pub fn compressed(self) -> Option<(Self, &'static str)> {
+        match self {
+            Self::GzipTar => Some((Self::Tar, "gz")),
+            Self::ZstdTar => Some((Self::Tar, "zst")),
+            Self::GzipMds => Some((Self::Mds, "gz")),
+            Self::ZstdMds => Some((Self::Mds, "zstd")),
+            Self::GzipLines => Some((Self::Lines, "gz")),
+            Self::ZstdLines => Some((Self::Lines, "zst")),
+            _ => None,
+        }
+    }
+}
 
 /// A sample, as it was written.
 #[derive(Debug, PartialEq, Eq)]
@@ -30,15 +69,20 @@ pub struct Written {
 /// Objects, and what reading them must give.
 pub struct DataSet {
     pub format: Format,
-    pub pattern: &'static str,
+    pub pattern: String,
     /// Name and content.
     pub objects: Vec<(String, Vec<u8>)>,
+    /// What they would be if they were not compressed.
+    pub plain: Vec<(String, Vec<u8>)>,
     /// In the order of the names of the shards.
     pub samples: Vec<Written>,
 }
 
 /// As many samples in each shard as `counts` say, each with a content of about `size` bytes.
 pub fn data_set(kind: Kind, counts: &[usize], size: usize) -> DataSet {
+    if let Some((plain, end)) = kind.compressed() {
+        return compressed(data_set(plain, counts, size), end);
+    }
     let mut shards = Shards { counts, size, objects: Vec::new(), samples: Vec::new() };
     let (format, pattern) = match kind {
         Kind::Tar => shards.tar(),
@@ -48,8 +92,47 @@ pub fn data_set(kind: Kind, counts: &[usize], size: usize) -> DataSet {
         Kind::Mds => shards.mds(),
         Kind::Lines => shards.lines(),
         Kind::Files => shards.files(),
+        _ => unreachable!("compressed above"),
     };
-    DataSet { format, pattern, objects: shards.objects, samples: shards.samples }
+    let (objects, plain) = (shards.objects.clone(), shards.objects);
+    DataSet { format, pattern: pattern.to_owned(), objects, plain, samples: shards.samples }
+}
+
+/// Its shards compressed, each in two parts.
+fn compressed(mut data: DataSet, end: &str) -> DataSet {
+    for (name, bytes) in data.objects.iter_mut().chain(&mut data.plain) {
+        if name.ends_with(".json") {
+            let mut index = String::from_utf8(std::mem::take(bytes)).unwrap();
+            for shard in 0..index.matches("null}").count() {
+                let zip = format!(r#"{{"basename": "shard.{shard:05}.mds.{end}", "bytes": 1, "hashes": {{}}}}}}"#);
+                index = index.replacen("null}", &zip, 1);
+            }
+            *bytes = index.into_bytes();
+        } else {
+            *name = format!("{name}.{end}");
+        }
+    }
+    for (name, bytes) in data.objects.iter_mut().filter(|(name, _)| name.ends_with(end)) {
+        let parts = bytes.split_at(bytes.len() / 5);
+        *bytes = [parts.0, parts.1].map(|part| compress(part, name.ends_with("gz"))).concat();
+    }
+    if data.format != Format::Mds {
+        data.pattern = format!("{}.{end}", data.pattern);
+    }
+    data
+}
+
+/// With a checksum.
+pub fn compress(content: &[u8], as_gzip: bool) -> Vec<u8> {
+    if as_gzip {
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        encoder.write_all(content).unwrap();
+        return encoder.finish().unwrap();
+    }
+    let mut encoder = zstd::Encoder::new(Vec::new(), 1).unwrap();
+    encoder.include_checksum(true).unwrap();
+    encoder.write_all(content).unwrap();
+    encoder.finish().unwrap()
 }
 
 struct Shards<'a> {
