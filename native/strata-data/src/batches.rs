@@ -65,7 +65,7 @@ pub struct RawBatch {
 pub struct Sample {
     /// Where it lies.
     pub extent: Extent,
-    /// All its bytes.
+    /// All its bytes, and those of fields that no shard has.
     pub bytes: Bytes,
     /// Which of them are which field.
     pub fields: Fields,
@@ -124,8 +124,8 @@ impl Batches {
         for (extent, read, at) in samples {
             let arrived = read.await?;
             let bytes = arrived.bytes.slice(at..at + (extent.end - extent.start) as usize);
-            let fields =
-                self.source.index.fields(extent.shard, &bytes).map_err(|fault| self.source.fault(fault, &extent))?;
+            let fields = self.source.index.fields(&extent, bytes);
+            let (fields, bytes) = fields.map_err(|fault| self.source.fault(fault, &extent))?;
             found.push(Sample { extent, bytes, fields });
         }
         Ok(Some(RawBatch { batch, nth, samples: found }))

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::Store;
 
@@ -89,7 +90,12 @@ pub enum Layout {
     /// By the headers of files.
     Tar,
     /// All of it is tokens.
-    Tokens(Dtype),
+    Tokens {
+        /// Of each.
+        dtype: Dtype,
+        /// Tokens before which a document ends, where documents are told.
+        breaks: Option<Arc<[u64]>>,
+    },
     /// By the sizes before them.
     Columns(Arc<[mds::Column]>),
     /// All of it is a line and blank ones.
@@ -153,23 +159,27 @@ impl Index {
         Extent { shard: shard as u32, start, end }
     }
 
-    /// What the `bytes` of a sample of `shard` hold.
+    /// What the `bytes` of the sample at `extent` hold; and these, behind which there are those that no shard has.
     ///
     /// # Errors
     /// [`Fault`], counted from the sample's first byte.
     ///
     /// # Panics
     /// If there are not so many shards.
-    pub fn fields(&self, shard: u32, bytes: &[u8]) -> Result<Fields, Fault> {
-        let shard = &self.shards[shard as usize];
+    pub fn fields(&self, extent: &Extent, bytes: Bytes) -> Result<(Fields, Bytes), Fault> {
+        let shard = &self.shards[extent.shard as usize];
+        if let Layout::Tokens { dtype, breaks: Some(breaks) } = &shard.layout {
+            return Ok(tokens::fields_with_documents(&bytes, *dtype, breaks, extent.start / dtype.num_bytes()));
+        }
         let found = match &shard.layout {
-            Layout::Tar => tar::fields(bytes),
-            Layout::Tokens(dtype) => Ok(tokens::fields(bytes, *dtype)),
-            Layout::Columns(columns) => mds::fields(bytes, columns),
-            Layout::Line => lines::fields(bytes),
-            Layout::File => Ok(files::fields(&shard.name, bytes)),
+            Layout::Tar => tar::fields(&*bytes),
+            Layout::Tokens { dtype, .. } => Ok(tokens::fields(&bytes, *dtype)),
+            Layout::Columns(columns) => mds::fields(&bytes, columns),
+            Layout::Line => lines::fields(&bytes),
+            Layout::File => Ok(files::fields(&shard.name, &bytes)),
         };
-        if shard.unit.is_some() { found.map_err(in_decompressed) } else { found }
+        let found = if shard.unit.is_some() { found.map_err(in_decompressed) } else { found };
+        Ok((found?, bytes))
     }
 }
 

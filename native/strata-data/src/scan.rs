@@ -9,6 +9,7 @@ use strata_io::{ObjectInfo, Store};
 use crate::bounds::Bounds;
 use crate::dataset::{CONCURRENCY, Format, Layout, Place, Shard, Unit, url_of};
 use crate::formats::compression::{self, Compression, Decompressed, in_decompressed};
+use crate::formats::tokens::Windows;
 use crate::formats::{self, Fault, ReadAt, files, lines, mds, megatron, tar, tokens};
 use crate::objects::{AHEAD_BYTES, look};
 use crate::pattern::Pattern;
@@ -55,6 +56,10 @@ fn check(format: Format) -> Result<()> {
         Format::Tokens { dtype, .. } if !dtype.is_integer() => {
             return Err(Error::Config(format!("tokens of {}: expected whole numbers", dtype.name())));
         }
+        Format::Tokens { windows: Windows { with_documents: true, .. }, .. } => {
+            let detail = "documents of files that are nothing but tokens: expected the format of Megatron-LM";
+            return Err(Error::Config(detail.to_owned()));
+        }
         Format::Tokens { windows, .. } | Format::Megatron { windows } => windows,
     };
     if windows.window == 0 || windows.stride == 0 {
@@ -86,13 +91,18 @@ async fn shard(place: &Place, info: ObjectInfo, format: Format) -> Result<Shard>
         }
         Format::Tokens { dtype, header_bytes, windows } => {
             let bounds = tokens::scan(size, header_bytes, dtype, windows);
-            (bounds.map_err(|fault| of(fault, store, &name))?, Layout::Tokens(dtype))
+            (bounds.map_err(|fault| of(fault, store, &name))?, Layout::Tokens { dtype, breaks: None })
         }
         Format::Megatron { windows } => {
             let index = format!("{}.idx", name.strip_suffix(".bin").expect("others were left out"));
-            let index = look(store, &index, None, AHEAD_BYTES, megatron::scan).await?;
+            let read = move |object: &(dyn ReadAt + 'static)| {
+                let index = megatron::scan(object)?;
+                let breaks = windows.with_documents.then(|| megatron::breaks(object, &index)).transpose()?;
+                Ok((index, breaks.map(Into::into)))
+            };
+            let (index, breaks) = look(store, &index, None, AHEAD_BYTES, read).await?;
             let bounds = megatron::bounds(&index, size, windows);
-            (bounds.map_err(|fault| of(fault, store, &name))?, Layout::Tokens(index.dtype))
+            (bounds.map_err(|fault| of(fault, store, &name))?, Layout::Tokens { dtype: index.dtype, breaks })
         }
         Format::Files => (files::bounds(size), Layout::File),
         Format::Mds => unreachable!("its shards are in an index"),

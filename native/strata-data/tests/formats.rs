@@ -154,7 +154,8 @@ async fn what_is_read_ahead_is_what_lies_there() {
             for Sample { extent, bytes, .. } in batch.samples {
                 let name = &index.shards()[extent.shard as usize].name;
                 let shard = &data.plain.iter().find(|(plain, _)| plain == name).unwrap().1;
-                assert!(bytes == shard[extent.start as usize..extent.end as usize], "{kind:?} {extent:?}");
+                // Behind it may be what no shard has.
+                assert!(bytes.starts_with(&shard[extent.start as usize..extent.end as usize]), "{kind:?} {extent:?}");
                 num_samples += 1;
             }
         }
@@ -352,10 +353,17 @@ async fn what_an_index_names_and_is_not_there_is_named() {
 async fn what_cannot_be_asked_for_is_refused() {
     let folder = folder(&[("a.bin".to_owned(), vec![0; 8])]);
     let scan = |pattern, format| scan(store(folder.path()), pattern, format);
-    let tokens = |dtype, window, stride| Format::Tokens { dtype, header_bytes: 0, windows: Windows { window, stride } };
+    let tokens = |dtype, window, stride| Format::Tokens {
+        dtype,
+        header_bytes: 0,
+        windows: Windows { window, stride, with_documents: false },
+    };
     for format in [tokens(Dtype::Uint16, 0, 1), tokens(Dtype::Uint16, 1, 0), tokens(Dtype::Float32, 1, 1)] {
         assert!(matches!(scan("*.bin", format).await, Err(Error::Config(_))), "{format:?}");
     }
+    let windows = Windows { window: 1, stride: 1, with_documents: true };
+    let no_documents = Format::Tokens { dtype: Dtype::Uint16, header_bytes: 0, windows };
+    assert!(matches!(scan("*.bin", no_documents).await, Err(Error::Config(_))));
     assert!(matches!(scan("{1..}", Format::Files).await, Err(Error::Config(_))));
     assert!(matches!(scan("*.tar", Format::Tar).await, Err(Error::NotFound { .. })));
     assert!(matches!(scan("nowhere/*.tar", Format::Tar).await, Err(Error::NotFound { .. })));

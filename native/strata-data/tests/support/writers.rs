@@ -13,6 +13,7 @@ pub enum Kind {
     Tokens,
     OverlappingTokens,
     Megatron,
+    Documents,
     Mds,
     Lines,
     Files,
@@ -24,11 +25,12 @@ pub enum Kind {
     ZstdLines,
 }
 
-pub const KINDS: [Kind; 13] = [
+pub const KINDS: [Kind; 14] = [
     Kind::Tar,
     Kind::Tokens,
     Kind::OverlappingTokens,
     Kind::Megatron,
+    Kind::Documents,
     Kind::Mds,
     Kind::Lines,
     Kind::Files,
@@ -88,7 +90,8 @@ pub fn data_set(kind: Kind, counts: &[usize], size: usize) -> DataSet {
         Kind::Tar => shards.tar(),
         Kind::Tokens => shards.tokens(false),
         Kind::OverlappingTokens => shards.tokens(true),
-        Kind::Megatron => shards.megatron(),
+        Kind::Megatron => shards.megatron(false),
+        Kind::Documents => shards.megatron(true),
         Kind::Mds => shards.mds(),
         Kind::Lines => shards.lines(),
         Kind::Files => shards.files(),
@@ -188,31 +191,40 @@ impl Shards<'_> {
             }
             self.objects.push((format!("{shard}.bin"), [&b"HEAD"[..], &tokens].concat()));
         }
-        let windows = Windows { window: window as u64, stride: stride as u64 };
+        let windows = Windows { window: window as u64, stride: stride as u64, with_documents: false };
         (Format::Tokens { dtype: Dtype::Uint16, header_bytes: 4, windows }, "*.bin")
     }
 
-    fn megatron(&mut self) -> (Format, &'static str) {
+    fn megatron(&mut self, with_documents: bool) -> (Format, &'static str) {
         let window = self.size / 4 + 1;
         for (shard, &count) in self.counts.iter().enumerate() {
             let num_tokens = window * count + window / 2;
             let tokens = letters(4 * num_tokens, shard);
             let array = Encoding::Array { dtype: Dtype::Int32, shape: vec![window as u64] };
-            for nth in 0..count {
-                self.add("", &[("tokens", &tokens[4 * nth * window..4 * (nth + 1) * window], array.clone())]);
-            }
-            // Two sequences in each document, a third of the tokens in the first of them.
+            // Two sequences, each a document.
             let lengths = [num_tokens / 3, num_tokens - num_tokens / 3];
+            for nth in 0..count {
+                let first = nth * window;
+                // The first document of a window is its number 0.
+                let document = |token| i32::from(first < lengths[0] && token >= lengths[0]).to_le_bytes();
+                let documents: Vec<u8> = (first..first + window).flat_map(document).collect();
+                let tokens = ("tokens", &tokens[4 * first..4 * (first + window)], array.clone());
+                let fields = [tokens, ("document", &*documents, array.clone())];
+                self.add("", &fields[..if with_documents { 2 } else { 1 }]);
+            }
             let mut index = b"MMIDIDX\0\0".to_vec();
             index.extend([1, 0, 0, 0, 0, 0, 0, 0, 4]);
-            index.extend([2u64, 2].map(u64::to_le_bytes).concat());
+            index.extend([2u64, 3].map(u64::to_le_bytes).concat());
             index.extend(lengths.map(|length| (length as i32).to_le_bytes()).concat());
             index.extend([0, 4 * lengths[0] as i64].map(i64::to_le_bytes).concat());
-            index.extend([0i64, 2].map(i64::to_le_bytes).concat());
+            index.extend([0i64, 1, 2].map(i64::to_le_bytes).concat());
             self.objects.push((format!("part{shard}_text_document.bin"), tokens));
             self.objects.push((format!("part{shard}_text_document.idx"), index));
         }
-        (Format::Megatron { windows: Windows { window: window as u64, stride: window as u64 } }, "part*")
+        (
+            Format::Megatron { windows: Windows { window: window as u64, stride: window as u64, with_documents } },
+            "part*",
+        )
     }
 
     fn mds(&mut self) -> (Format, &'static str) {
