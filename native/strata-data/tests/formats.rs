@@ -1,78 +1,20 @@
 //! What every format promises: each sample with its fields, damage named, and never more memory than there are bytes.
 
-mod support {
-    pub mod writers;
-}
+mod support;
 
-use std::collections::BTreeMap;
-use std::path::Path;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use proptest::prelude::*;
 use strata_data::Error;
-use strata_data::batches::{Batches, Plan, Sample, Source};
-use strata_data::dataset::{Format, Index, Place, Shard};
+use strata_data::batches::{Sample, Source};
+use strata_data::dataset::{Format, Shard};
 use strata_data::formats::tokens::Windows;
-use strata_data::formats::{self, Dtype, ReadAt, lines, mds, megatron, tar};
+use strata_data::formats::{Dtype, ReadAt, lines, mds, megatron, tar};
 use strata_data::order::{Lanes, Order, Shuffle};
-use strata_data::partition::{Ending, Stream};
-use strata_io::schedule::ByteBudget;
 use strata_io::testing::{CountingStore, Counts, Hook, Hooked, Kind as Asked, Request};
-use strata_io::{IoConfig, Store, open};
-use support::writers::{COMPRESSED, DataSet, KINDS, Kind, Written, compress, data_set};
-
-async fn scan(store: Arc<dyn Store>, pattern: &str, format: Format) -> strata_data::Result<Index> {
-    Index::scan(vec![Place { number: 0, store, pattern: pattern.to_owned() }], format).await
-}
-
-fn store(folder: &Path) -> Arc<dyn Store> {
-    let config = IoConfig {
-        budget: ByteBudget::new(64 << 20),
-        max_concurrency: 8,
-        part_bytes: 8 << 20,
-        fsync: false,
-        direct_io: false,
-        max_tries: 3,
-        deadline: Duration::from_secs(10),
-    };
-    open(folder.to_str().unwrap(), &BTreeMap::new(), &config).unwrap()
-}
-
-/// A folder with `objects`.
-fn folder(objects: &[(String, Vec<u8>)]) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    for (name, bytes) in objects {
-        let path = folder.path().join(name);
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(path, bytes).unwrap();
-    }
-    folder
-}
-
-/// All samples in their order.
-async fn read(store: Arc<dyn Store>, index: Index) -> Result<Vec<Written>, Error> {
-    let counts: Vec<u64> = index.shards().iter().map(Shard::num_samples).collect();
-    let order = Arc::new(Order::new(&counts, Shuffle::None, Lanes { num_lanes: 1, turn: 1 }, 1, 0));
-    let mut batches = batches(Source { stores: vec![store], index: Arc::new(index) }, order, 1 << 20, 1 << 16);
-    let mut samples = Vec::new();
-    while let Some(batch) = batches.next().await? {
-        for Sample { bytes, fields, .. } in batch.samples {
-            let field = |field: formats::Field| {
-                (field.name, bytes[field.data.start as usize..field.data.end as usize].to_vec(), field.encoding)
-            };
-            samples.push(Written { key: fields.key, fields: fields.fields.into_iter().map(field).collect() });
-        }
-    }
-    Ok(samples)
-}
-
-fn batches(source: Source, order: Arc<Order>, budget_bytes: u64, window_bytes: u64) -> Batches {
-    let stream = Stream { world_size: 1, rank: 0, num_workers: 1, worker: 0, batch_size: 7 };
-    let plan = Plan { order: order.clone(), next: order, stream, ending: Ending::Short, start: 0, first: 0 };
-    Batches::new(source, plan, ByteBudget::new(budget_bytes), window_bytes)
-}
+use support::readers::{Notes, batches, damaged, folder, read, scan, store};
+use support::writers::{COMPRESSED, DataSet, KINDS, Kind, data_set};
 
 /// Writes, finds and reads the data set; also as if it were elsewhere.
 async fn check(kind: Kind, counts: &[usize], size: usize) {
@@ -163,16 +105,6 @@ async fn what_is_read_ahead_is_what_lies_there() {
     }
 }
 
-/// What comes of the data set after `damage`, which is told each object's name and bytes.
-async fn damaged(data: &DataSet, damage: impl Fn(&str, &mut Vec<u8>)) -> Result<Vec<Written>, Error> {
-    let mut objects = data.objects.clone();
-    objects.iter_mut().for_each(|(name, bytes)| damage(name, bytes));
-    let folder = folder(&objects);
-    let store = store(folder.path());
-    let index = scan(store.clone(), &data.pattern, data.format).await?;
-    read(store, index).await
-}
-
 #[tokio::test]
 async fn a_shard_that_was_cut_is_named_with_the_place() {
     let cut = |kind, end: &'static str, left: fn(usize) -> usize| async move {
@@ -201,137 +133,6 @@ async fn a_shard_that_was_cut_is_named_with_the_place() {
     cut(Kind::Tar, ".tar", |size| size - 1024 - 1).await;
     cut(Kind::Tar, ".tar", |size| size / 2 + 1).await;
     cut(Kind::Tar, ".tar", |_| 3).await;
-}
-
-#[tokio::test]
-async fn a_byte_that_changed_in_what_is_compressed_is_named() {
-    for kind in COMPRESSED {
-        let (data, (_, end)) = (data_set(kind, &[3, 3], 5000), kind.compressed().unwrap());
-        let victim = data.objects.iter().rfind(|(name, _)| name.ends_with(end)).unwrap().0.clone();
-        // In the middle, and in the checksum at the end.
-        for from_end in [3, 1000] {
-            let found = damaged(&data, |name, bytes| {
-                if name == victim {
-                    let at = bytes.len() - bytes.len().min(from_end);
-                    bytes[at] ^= 0x10;
-                }
-            });
-            let error = found.await.expect_err("changed").to_string();
-            assert!(error.contains(&victim) && error.contains("(at byte "), "{kind:?} {error}");
-        }
-    }
-}
-
-#[tokio::test]
-async fn a_name_that_says_another_compression_than_the_bytes_is_named() {
-    for kind in COMPRESSED {
-        let (data, (plain, end)) = (data_set(kind, &[2], 100), kind.compressed().unwrap());
-        for with in [data.plain[0].1.clone(), compress(&data.plain[0].1, !end.starts_with("gz")), Vec::new()] {
-            let found = damaged(&data, |name, bytes| {
-                if name.ends_with(end) {
-                    *bytes = with.clone()
-                }
-            });
-            let error = found.await.expect_err("another").to_string();
-            assert!(error.contains(&data.objects[0].0) && error.contains("by its name"), "{error}");
-        }
-        if plain != Kind::Mds {
-            let plain = data_set(plain, &[2], 100);
-            let found = damaged(&plain, |_, bytes| *bytes = compress(bytes, end.starts_with("gz")));
-            let error = found.await.expect_err("compressed").to_string();
-            assert!(error.contains(&plain.objects[0].0) && error.contains("its name does not say"), "{error}");
-        }
-    }
-}
-
-#[tokio::test]
-async fn what_holds_more_or_less_than_the_index_says_is_named() {
-    for kind in [Kind::GzipMds, Kind::ZstdMds] {
-        let (data, (_, end)) = (data_set(kind, &[2], 1000), kind.compressed().unwrap());
-        let plain = &data.plain[0].1;
-        let more = [plain, &vec![0; 4 << 20][..]].concat();
-        for (with, expected) in [(&more[..], "found more"), (&plain[..plain.len() - 1], "found the end after")] {
-            let with = compress(with, end == "gz");
-            let found = damaged(&data, |name, bytes| {
-                if name.ends_with(end) {
-                    *bytes = with.clone()
-                }
-            });
-            let error = found.await.expect_err("another size").to_string();
-            assert!(error.contains(&data.objects[0].0) && error.contains(expected), "{error}");
-        }
-    }
-}
-
-#[tokio::test]
-async fn a_shard_that_others_have_decompressed_is_read_as_it_is() {
-    let data = data_set(Kind::ZstdMds, &[3, 2], 500);
-    let mut objects = data.objects.clone();
-    for (object, keeps_both) in [(0, true), (1, false)] {
-        let name = objects[object].0.strip_suffix(".zstd").unwrap().to_owned();
-        let bytes = data.plain[object].1.clone();
-        if keeps_both { objects.push((name, bytes)) } else { objects[object] = (name, bytes) }
-    }
-    let folder = folder(&objects);
-    let store = store(folder.path());
-    let index = scan(store.clone(), &data.pattern, data.format).await.unwrap();
-    assert!(index.shards().iter().all(|shard| shard.unit.is_none()));
-    assert!(read(store, index).await.unwrap() == data.samples);
-}
-
-/// How often shards are read for a data set in `windows`, where the budget has room for `num_units` of the `num_shards`.
-async fn unit_reads(
-    kind: Kind,
-    shuffle: Shuffle,
-    num_shards: usize,
-    num_units: u64,
-    window_bytes: u64,
-) -> (usize, usize) {
-    let data = data_set(kind, &vec![50; num_shards], 2000);
-    let folder = folder(&data.objects);
-    let noted = Arc::new(Hooked::new(store(folder.path()), Notes::default()));
-    let index = Arc::new(scan(noted.clone(), &data.pattern, data.format).await.unwrap());
-    noted.hook().0.lock().unwrap().clear();
-    let order = Arc::new(Order::new(&vec![50; num_shards], shuffle, Lanes { num_lanes: 1, turn: 1 }, 1, 0));
-    let unit_bytes =
-        index.shards().iter().map(|shard| shard.size_bytes + shard.unit.unwrap().size_bytes).max().unwrap();
-    let room = 2 * num_units * unit_bytes.next_multiple_of(64 << 10);
-    let source = Source { stores: vec![noted.clone()], index };
-    let mut batches = batches(source, order, room, window_bytes);
-    let (mut num_samples, mut num_windows, mut bytes) = (0, 0, window_bytes);
-    while let Some(batch) = batches.next().await.unwrap() {
-        num_samples += batch.samples.len();
-        if bytes >= window_bytes {
-            (num_windows, bytes) = (num_windows + 1, 0);
-        }
-        bytes += batch.samples.iter().map(|sample| sample.bytes.len() as u64).sum::<u64>();
-    }
-    assert_eq!(num_samples, 50 * num_shards);
-    let notes = noted.hook().0.lock().unwrap();
-    (notes.iter().filter(|(kind, _)| *kind == Asked::Read).count(), num_windows)
-}
-
-#[tokio::test]
-async fn a_unit_that_the_next_window_needs_too_is_not_read_again() {
-    let blocks = Shuffle::Blocks { block: 10, buffer: 60 };
-    for kind in COMPRESSED {
-        // In the order in which they lie, one at a time suffices.
-        let (reads, num_windows) = unit_reads(kind, Shuffle::None, 8, 1, 40_000).await;
-        assert!(reads == 8 && num_windows > 16, "{kind:?}: {reads} reads in {num_windows} windows");
-        let (reads, _) = unit_reads(kind, Shuffle::Full, 8, 8, 40_000).await;
-        assert_eq!(reads, 8, "{kind:?}");
-        let (reads, _) = unit_reads(kind, blocks, 8, 8, 40_000).await;
-        assert_eq!(reads, 8, "{kind:?}");
-    }
-}
-
-#[tokio::test]
-async fn without_room_for_all_a_window_reads_a_unit_once_and_those_that_stay_not_at_all() {
-    // Each window needs all eight; six stay, and of the two others each window reads both.
-    let (reads, num_windows) = unit_reads(Kind::ZstdLines, Shuffle::Full, 8, 6, 200_000).await;
-    assert!(reads <= 8 + 2 * (num_windows - 1), "{reads} reads in {num_windows} windows");
-    let (reads, num_windows) = unit_reads(Kind::ZstdLines, Shuffle::Full, 8, 0, 200_000).await;
-    assert!(reads <= 8 + 7 * (num_windows - 1), "{reads} reads in {num_windows} windows");
 }
 
 #[tokio::test]
@@ -367,18 +168,6 @@ async fn what_cannot_be_asked_for_is_refused() {
     assert!(matches!(scan("{1..}", Format::Files).await, Err(Error::Config(_))));
     assert!(matches!(scan("*.tar", Format::Tar).await, Err(Error::NotFound { .. })));
     assert!(matches!(scan("nowhere/*.tar", Format::Tar).await, Err(Error::NotFound { .. })));
-}
-
-/// Notes what is asked of a store.
-#[derive(Debug, Default)]
-struct Notes(Mutex<Vec<(Asked, String)>>);
-
-#[async_trait]
-impl Hook for Notes {
-    async fn before(&self, request: &Request<'_>) -> strata_io::Result<()> {
-        self.0.lock().unwrap().push((request.kind, request.name.to_owned()));
-        Ok(())
-    }
 }
 
 /// Refuses to be read.

@@ -77,7 +77,7 @@ fn documents(breaks: &[u64], first: u64, count: u64) -> Vec<u8> {
     let mut breaks = breaks[passed..].iter().copied().take_while(|&at| at < first + count).chain([first + count]);
     let (mut bytes, mut from) = (Vec::with_capacity(4 * count as usize), first);
     for (document, end) in (0i32..).zip(&mut breaks) {
-        (from..end).for_each(|_| bytes.extend(document.to_le_bytes()));
+        bytes.extend(document.to_le_bytes().repeat((end - from) as usize));
         from = end;
     }
     bytes

@@ -206,8 +206,8 @@ impl Shards<'_> {
             for nth in 0..count {
                 let first = nth * window;
                 // The first document of a window is its number 0.
-                let document = |token| i32::from(first < lengths[0] && token >= lengths[0]).to_le_bytes();
-                let documents: Vec<u8> = (first..first + window).flat_map(document).collect();
+                let of_first = if first < lengths[0] { window.min(lengths[0] - first) } else { window };
+                let documents = [[0, 0, 0, 0].repeat(of_first), [1, 0, 0, 0].repeat(window - of_first)].concat();
                 let tokens = ("tokens", &tokens[4 * first..4 * (first + window)], array.clone());
                 let fields = [tokens, ("document", &*documents, array.clone())];
                 self.add("", &fields[..if with_documents { 2 } else { 1 }]);
