@@ -90,6 +90,10 @@ async fn shard(place: &Place, info: ObjectInfo, format: Format) -> Result<Shard>
             (bounds, Layout::Line)
         }
         Format::Tokens { dtype, header_bytes, windows } => {
+            if let Some(compression) = Compression::of_name(&name) {
+                let detail = format!("is {} by its name, expected tokens that are not compressed", compression.name());
+                return Err(Error::Damaged { object: url_of(&**store, &name), detail });
+            }
             let bounds = tokens::scan(size, header_bytes, dtype, windows);
             (bounds.map_err(|fault| of(fault, store, &name))?, Layout::Tokens { dtype, breaks: None })
         }

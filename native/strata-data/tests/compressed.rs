@@ -10,7 +10,8 @@ use proptest::prelude::*;
 use strata_data::batches::Source;
 use strata_data::dataset::{Format, Shard};
 use strata_data::formats::compression::{Compression, Decompressed, decompress, in_decompressed};
-use strata_data::formats::{Fault, ReadAt};
+use strata_data::formats::tokens::Windows;
+use strata_data::formats::{Dtype, Fault, ReadAt};
 use strata_data::order::{Lanes, Order, Shuffle};
 use strata_io::testing::{Hooked, Kind as Asked};
 use support::readers::{Notes, batches, damaged, folder, read, scan, store};
@@ -55,6 +56,15 @@ async fn a_name_that_says_another_compression_than_the_bytes_is_named() {
             assert!(error.contains(&plain.objects[0].0) && error.contains("its name does not say"), "{error}");
         }
     }
+}
+
+#[tokio::test]
+async fn compressed_tokens_are_refused() {
+    let folder = folder(&[("a.bin.gz".to_owned(), compress(&[0; 100], true))]);
+    let windows = Windows { window: 2, stride: 2, with_documents: false };
+    let format = Format::Tokens { dtype: Dtype::Uint8, header_bytes: 0, windows };
+    let error = scan(store(folder.path()), "*.gz", format).await.expect_err("no tokens").to_string();
+    assert!(error.contains("a.bin.gz: is gzip by its name"), "{error}");
 }
 
 #[tokio::test]
