@@ -177,9 +177,13 @@ async fn whole(source: &Source, buffers: &Buffers, stored: Extent, unit: Unit) -
     let compressed = read(source, buffers, &stored).await?;
     let length = unit.size_bytes as usize;
     let mut memory = buffers.take(length);
+    // Dropped with this future.
+    let asker = Arc::new(());
+    let wanted = Arc::downgrade(&asker);
     // A thread of the runtime would keep reads waiting for as long.
     let decompressed = tokio::task::spawn_blocking(move || {
-        decompress(unit.compression, &compressed, &mut memory.as_mut_slice()[..length]).map(|()| memory)
+        let target = &mut memory.as_mut_slice()[..length];
+        decompress(unit.compression, &compressed, target, || wanted.strong_count() > 0).map(|()| memory)
     });
     let memory = decompressed.await.expect("decompressing does not panic");
     Ok(buffers.share(memory.map_err(|fault| source.fault(in_decompressed(fault), &stored))?, length))

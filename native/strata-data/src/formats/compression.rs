@@ -23,6 +23,9 @@ const MAX_BYTES: u64 = 16 << 30;
 /// Of what is compressed, and of what is skipped, at a time.
 const CHUNK_BYTES: usize = 64 << 10;
 
+/// Decompressed before somebody is asked whether it is wanted: some milliseconds.
+const PIECE_BYTES: usize = 1 << 20;
+
 const GZIP_MAGIC: &[u8] = b"\x1f\x8b";
 const ZSTD_MAGIC: &[u8] = b"\x28\xb5\x2f\xfd";
 /// Of frames that are skipped, behind a byte of 0x50 to 0x5f.
@@ -96,16 +99,25 @@ pub fn check(compression: Option<Compression>, source: &(impl ReadAt + ?Sized)) 
     }
 }
 
-/// Decompresses `compressed` into `target`, which it fills.
+/// Decompresses `compressed` into `target`, which it fills, for as long as `is_wanted`.
 ///
 /// # Errors
-/// [`Fault::Damage`] for what cannot be decompressed, and for more or fewer bytes.
-pub fn decompress(compression: Compression, compressed: &[u8], target: &mut [u8]) -> Result<()> {
+/// [`Fault::Damage`] for what cannot be decompressed, and for more or fewer bytes; [`Fault::Io`] if it is wanted no more.
+pub fn decompress(
+    compression: Compression,
+    compressed: &[u8],
+    target: &mut [u8],
+    is_wanted: impl Fn() -> bool,
+) -> Result<()> {
     let mut decoder = compression.decoder(compressed)?;
     let mut next = |at: u64, target: &mut [u8]| decoder.read(target).map_err(|error| compression.fault(error, at));
     let (mut filled, expected) = (0, target.len());
     while filled < expected {
-        match next(filled as u64, &mut target[filled..])? {
+        if !is_wanted() {
+            return Err(io::Error::other("nobody waits for what is decompressed").into());
+        }
+        let piece = filled..expected.min(filled + PIECE_BYTES);
+        match next(filled as u64, &mut target[piece])? {
             0 => {
                 return damage(
                     filled as u64,
@@ -267,7 +279,7 @@ mod tests {
 
     fn whole(compression: Compression, bytes: &[u8], size: usize) -> Result<Vec<u8>> {
         let mut target = vec![0; size];
-        decompress(compression, bytes, &mut target).map(|()| target)
+        decompress(compression, bytes, &mut target, || true).map(|()| target)
     }
 
     /// Read in pieces with gaps, then to the end.
@@ -351,6 +363,17 @@ mod tests {
             assert_eq!(damage_of(whole(compression, &bomb, 1000)), more);
             let (at, detail) = damage_of(whole(compression, &compressed(compression, b"abc"), 4));
             assert!(at == 3 && detail.starts_with("expected 4 bytes decompressed, found the end after 3"), "{detail}");
+        }
+    }
+
+    #[test]
+    fn what_is_wanted_no_more_ends_early() {
+        for compression in [Gzip, Zstd] {
+            let bytes = compressed(compression, &vec![7; 4 << 20]);
+            let (mut target, asked) = (vec![0; 4 << 20], std::cell::Cell::new(0));
+            let is_wanted = || asked.replace(asked.get() + 1) == 0;
+            let found = decompress(compression, &bytes, &mut target, is_wanted);
+            assert!(matches!(found, Err(Fault::Io(_))) && target[PIECE_BYTES..].iter().all(|&byte| byte == 0));
         }
     }
 
