@@ -4,14 +4,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use futures::future::{BoxFuture, FutureExt, Shared};
 use strata_io::Store;
 use strata_io::schedule::ByteBudget;
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
-use crate::buffers::Buffers;
 use crate::dataset::{Index, url_of};
+use crate::fetch::{Fetch, Read};
 use crate::formats::{Fault, Fields};
 use crate::order::Order;
 use crate::partition::{Batch, Ending, Stream};
@@ -66,7 +65,7 @@ pub struct RawBatch {
 pub struct Sample {
     /// Where it lies.
     pub extent: Extent,
-    /// All its bytes.
+    /// All its bytes, and those of fields that no shard has.
     pub bytes: Bytes,
     /// Which of them are which field.
     pub fields: Fields,
@@ -99,16 +98,9 @@ struct Coming {
     samples: Vec<(Extent, Read, usize)>,
 }
 
-type Read = Shared<BoxFuture<'static, Result<Arc<Arrived>>>>;
-
-/// Bytes that have come, and the room that they take until their last batch has been handed on.
-struct Arrived {
-    bytes: Bytes,
-    _permit: Arc<OwnedSemaphorePermit>,
-}
-
 impl Batches {
-    /// Begins to read: windows of `window_bytes`, at least a batch each, as many as `budget` has room for.
+    /// Begins to read: windows of `window_bytes`, at least a batch each, as many as `budget` has room for. Where shards
+    /// are compressed, half of it is for those that are kept decompressed, one at least. No other stream takes of it.
     ///
     /// # Panics
     /// Outside of a tokio runtime.
@@ -132,8 +124,8 @@ impl Batches {
         for (extent, read, at) in samples {
             let arrived = read.await?;
             let bytes = arrived.bytes.slice(at..at + (extent.end - extent.start) as usize);
-            let fields =
-                self.source.index.fields(extent.shard, &bytes).map_err(|fault| self.source.fault(fault, &extent))?;
+            let fields = self.source.index.fields(&extent, bytes);
+            let (fields, bytes) = fields.map_err(|fault| self.source.fault(fault, &extent))?;
             found.push(Sample { extent, bytes, fields });
         }
         Ok(Some(RawBatch { batch, nth, samples: found }))
@@ -147,13 +139,13 @@ impl Drop for Batches {
 }
 
 impl Source {
-    fn fault(&self, fault: Fault, extent: &Extent) -> Error {
+    pub(crate) fn fault(&self, fault: Fault, extent: &Extent) -> Error {
         let (store, name) = self.kept(extent);
         Error::of(fault, url_of(&**store, name), extent.start)
     }
 
     /// Where a shard is kept, and its name there.
-    fn kept(&self, extent: &Extent) -> (&Arc<dyn Store>, &str) {
+    pub(crate) fn kept(&self, extent: &Extent) -> (&Arc<dyn Store>, &str) {
         let shard = &self.index.shards()[extent.shard as usize];
         (&self.stores[shard.store as usize], &shard.name)
     }
@@ -169,41 +161,39 @@ struct Ahead {
 
 impl Ahead {
     async fn run(self) {
-        let buffers = Buffers::new(2 * self.window_bytes as usize);
+        let total_bytes = self.budget.total_bytes();
+        let has_units = self.source.index.shards().iter().any(|shard| shard.unit.is_some());
+        // Apart: batches give room back when they are taken, and shards are kept until others are needed.
+        let budget = if has_units { ByteBudget::new(total_bytes / 2) } else { self.budget.clone() };
         // Dropped with this future, and its reads with it.
-        let mut running = JoinSet::new();
+        let mut fetch = Fetch::new(self.source.clone(), 2 * self.window_bytes, total_bytes / 2);
         let (mut nth, mut window_bytes) = (self.plan.first, FIRST_WINDOW_BYTES);
         loop {
             let window = self.window(nth, window_bytes.min(self.window_bytes));
             window_bytes = window_bytes.saturating_mul(2);
-            nth += window.len() as u64;
+            if window.is_empty() {
+                break;
+            }
             let extents: Vec<Extent> = window.iter().flat_map(|(_, extents)| extents.iter().cloned()).collect();
             let (ranges, places) = reads(&extents);
             // For all together: what is read of a batch whose rest finds no room would wait for ever.
-            let permit = Arc::new(self.budget.take(ranges.iter().map(|range| range.end - range.start).sum()).await);
-            while running.try_join_next().is_some() {}
-            let begin = |range| begin(&mut running, self.source.clone(), buffers.clone(), range, permit.clone());
-            let begun: Vec<Read> = ranges.into_iter().map(begin).collect();
-            let is_end = window.is_empty();
+            let permit = Arc::new(budget.take(ranges.iter().map(|range| range.end - range.start).sum()).await);
+            let mut fetched = fetch.begin(ranges, permit);
             let mut places = places.into_iter();
-            let first = nth - window.len() as u64;
-            for (at, (batch, extents)) in window.into_iter().enumerate() {
-                let sample = |extent| {
+            for (batch, extents) in window {
+                let mut samples = Vec::with_capacity(extents.len());
+                for extent in extents {
                     let (read, at) = places.next().expect("one for each extent");
-                    (extent, begun[read].clone(), at as usize)
-                };
-                let samples = extents.into_iter().map(sample).collect();
-                let coming = Coming { batch, nth: first + at as u64, samples };
-                if self.sender.send(coming).await.is_err() {
+                    samples.push((extent, fetch.read(&mut fetched, read).await, at as usize));
+                }
+                if self.sender.send(Coming { batch, nth, samples }).await.is_err() {
                     return;
                 }
-            }
-            if is_end {
-                break;
+                nth += 1;
             }
         }
         // Reads end with this task, and batches still wait for them.
-        while running.join_next().await.is_some() {}
+        fetch.finish().await;
     }
 
     /// The batches from `nth` on that are read together: `window_bytes`, or the one that is more.
@@ -218,34 +208,6 @@ impl Ahead {
         }
         window
     }
-}
-
-fn begin(
-    running: &mut JoinSet<()>,
-    source: Source,
-    buffers: Buffers,
-    extent: Extent,
-    permit: Arc<OwnedSemaphorePermit>,
-) -> Read {
-    let (sender, receiver) = tokio::sync::oneshot::channel();
-    running.spawn(async move {
-        let read = read(&source, &buffers, &extent).await;
-        // Nobody waits once the stream has been dropped.
-        let _ = sender.send(read.map(|bytes| Arc::new(Arrived { bytes, _permit: permit })));
-    });
-    let ended = |_| Err(Error::Config("the reader of the batches has ended".to_owned()));
-    receiver.map(move |read| read.unwrap_or_else(ended)).boxed().shared()
-}
-
-async fn read(source: &Source, buffers: &Buffers, extent: &Extent) -> Result<Bytes> {
-    let length = (extent.end - extent.start) as usize;
-    let (mut memory, loan) = buffers.take(length).on_loan_again();
-    let target = memory.split_to(length);
-    drop(memory);
-    let (store, name) = source.kept(extent);
-    store.read_into(name, extent.range(), vec![target]).await?;
-    let memory = loan.reclaim().expect("the read has ended");
-    Ok(buffers.share(memory, length))
 }
 
 #[cfg(test)]

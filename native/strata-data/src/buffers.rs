@@ -6,7 +6,7 @@ use bytes::Bytes;
 use strata_io::lent::LentMut;
 
 /// Pages are fetched from the system in pieces of this.
-const GRAIN_BYTES: usize = 64 << 10;
+pub(crate) const GRAIN_BYTES: usize = 64 << 10;
 
 /// Free memory of one stream of batches.
 #[derive(Debug, Clone)]

@@ -3,11 +3,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::Store;
 
 use crate::Result;
 use crate::bounds::Bounds;
+use crate::formats::compression::{Compression, in_decompressed};
 use crate::formats::tokens::Windows;
 use crate::formats::{Dtype, Fault, Fields, files, lines, mds, tar, tokens};
 use crate::reads::Extent;
@@ -16,7 +18,7 @@ use crate::scan::shards;
 /// How samples lie in shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// Archives of files, as WebDataset writes them.
+    /// Archives of files, as WebDataset writes them; compressed where their names say so.
     Tar,
     /// Files of nothing but tokens.
     Tokens {
@@ -35,7 +37,7 @@ pub enum Format {
     /// What an `index.json` lists, as MosaicML's Streaming writes it. The pattern names the index, or its folder with a
     /// `/` at the end.
     Mds,
-    /// Text, each line a sample.
+    /// Text, each line a sample; compressed where the names say so.
     Lines,
     /// Each file a sample.
     Files,
@@ -65,10 +67,21 @@ pub struct Shard {
     pub name: String,
     /// Its size.
     pub size_bytes: u64,
-    /// Where its samples lie.
+    /// What it is decompressed to as a whole; None where its bytes are read as they are.
+    pub unit: Option<Unit>,
+    /// Where its samples lie: in the unit if it is one.
     pub bounds: Bounds,
     /// What else must be known to find their fields.
     pub layout: Layout,
+}
+
+/// A shard of which nothing can be read without the whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Unit {
+    /// How it is compressed.
+    pub compression: Compression,
+    /// Size of what it is decompressed to.
+    pub size_bytes: u64,
 }
 
 /// How the fields of the samples of a shard are found.
@@ -77,7 +90,12 @@ pub enum Layout {
     /// By the headers of files.
     Tar,
     /// All of it is tokens.
-    Tokens(Dtype),
+    Tokens {
+        /// Of each.
+        dtype: Dtype,
+        /// Tokens before which a document ends, where documents are told.
+        breaks: Option<Arc<[u64]>>,
+    },
     /// By the sizes before them.
     Columns(Arc<[mds::Column]>),
     /// All of it is a line and blank ones.
@@ -130,7 +148,7 @@ impl Index {
         &self.shards
     }
 
-    /// The bytes of `sample`, counted through all shards.
+    /// The bytes of `sample`, counted through all shards; of a unit, the decompressed ones.
     ///
     /// # Panics
     /// If there are not so many.
@@ -141,22 +159,27 @@ impl Index {
         Extent { shard: shard as u32, start, end }
     }
 
-    /// What the `bytes` of a sample of `shard` hold.
+    /// What the `bytes` of the sample at `extent` hold; and these, behind which there are those that no shard has.
     ///
     /// # Errors
     /// [`Fault`], counted from the sample's first byte.
     ///
     /// # Panics
     /// If there are not so many shards.
-    pub fn fields(&self, shard: u32, bytes: &[u8]) -> Result<Fields, Fault> {
-        let shard = &self.shards[shard as usize];
-        match &shard.layout {
-            Layout::Tar => tar::fields(bytes),
-            Layout::Tokens(dtype) => Ok(tokens::fields(bytes, *dtype)),
-            Layout::Columns(columns) => mds::fields(bytes, columns),
-            Layout::Line => lines::fields(bytes),
-            Layout::File => Ok(files::fields(&shard.name, bytes)),
+    pub fn fields(&self, extent: &Extent, bytes: Bytes) -> Result<(Fields, Bytes), Fault> {
+        let shard = &self.shards[extent.shard as usize];
+        if let Layout::Tokens { dtype, breaks: Some(breaks) } = &shard.layout {
+            return Ok(tokens::fields_with_documents(&bytes, *dtype, breaks, extent.start / dtype.num_bytes()));
         }
+        let found = match &shard.layout {
+            Layout::Tar => tar::fields(&*bytes),
+            Layout::Tokens { dtype, .. } => Ok(tokens::fields(&bytes, *dtype)),
+            Layout::Columns(columns) => mds::fields(&bytes, columns),
+            Layout::Line => lines::fields(&bytes),
+            Layout::File => Ok(files::fields(&shard.name, &bytes)),
+        };
+        let found = if shard.unit.is_some() { found.map_err(in_decompressed) } else { found };
+        Ok((found?, bytes))
     }
 }
 

@@ -1,5 +1,6 @@
 //! How samples lie in shards: where each begins, and which fields it has. Pure.
 
+pub mod compression;
 mod dtype;
 pub mod files;
 pub mod lines;

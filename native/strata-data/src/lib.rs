@@ -8,6 +8,7 @@ pub mod bounds;
 mod buffers;
 pub mod dataset;
 mod error;
+mod fetch;
 pub mod formats;
 mod objects;
 pub mod order;

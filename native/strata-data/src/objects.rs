@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
 use strata_io::Store;
@@ -37,12 +37,40 @@ pub(crate) async fn look<T: Send + 'static>(
         None if path.is_some() => 0,
         None => store.size(&name).await?,
     };
+    // Dropped with this future.
+    let asker = Arc::new(());
+    let wanted = Arc::downgrade(&asker);
     let looked = move || match path {
-        Some(path) => File::open(path).map_err(Into::into).and_then(|file| look(&OnDisk::new(file)?)),
-        None => look(&Elsewhere { store, name, size, ahead_bytes, handle, chunks: RefCell::default() }),
+        Some(path) => {
+            let file = File::open(path).and_then(OnDisk::new)?;
+            look(&Wanted { source: file, wanted })
+        }
+        None => {
+            let source = Elsewhere { store, name, size, ahead_bytes, handle, chunks: RefCell::default() };
+            look(&Wanted { source, wanted })
+        }
     };
     let looked = tokio::task::spawn_blocking(looked).await.expect("looking does not panic");
     looked.map_err(|fault| Error::of(fault, object, 0))
+}
+
+/// A source that is read for as long as somebody waits for what is found in it.
+struct Wanted<T> {
+    source: T,
+    wanted: Weak<()>,
+}
+
+impl<T: ReadAt> ReadAt for Wanted<T> {
+    fn size(&self) -> u64 {
+        self.source.size()
+    }
+
+    fn read_at(&self, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.wanted.strong_count() == 0 {
+            return Err(io::Error::other("nobody waits for what is read"));
+        }
+        self.source.read_at(at, buffer)
+    }
 }
 
 /// A file of this machine.
@@ -109,5 +137,48 @@ impl ReadAt for Elsewhere {
         }
         let (start, bytes) = &chunks[0];
         bytes[(at - start) as usize..].read_at(0, &mut buffer[..(end - at) as usize])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::time::Duration;
+
+    use strata_io::schedule::ByteBudget;
+    use strata_io::{IoConfig, open};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_nobody_waits_for_is_read_no_more() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("object"), [1; 100]).unwrap();
+        let config = IoConfig {
+            budget: ByteBudget::new(1 << 20),
+            max_concurrency: 1,
+            part_bytes: 8 << 20,
+            fsync: false,
+            direct_io: false,
+            max_tries: 1,
+            deadline: Duration::from_secs(10),
+        };
+        let store = open(folder.path().to_str().unwrap(), &BTreeMap::new(), &config).unwrap();
+        let (began, begins) = tokio::sync::oneshot::channel();
+        let (ended, ends) = tokio::sync::oneshot::channel();
+        let forever = move |object: &(dyn ReadAt + 'static)| -> formats::Result<()> {
+            began.send(()).unwrap();
+            let error = loop {
+                if let Err(error) = object.read_exact_at(0, &mut [0; 100]) {
+                    break error;
+                }
+            };
+            ended.send(()).unwrap();
+            Err(error.into())
+        };
+        let looking = tokio::spawn(async move { look(&store, "object", None, 0, forever).await });
+        begins.await.unwrap();
+        looking.abort();
+        tokio::time::timeout(Duration::from_secs(60), ends).await.expect("it ends").unwrap();
     }
 }

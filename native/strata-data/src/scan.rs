@@ -7,8 +7,10 @@ use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::{ObjectInfo, Store};
 
 use crate::bounds::Bounds;
-use crate::dataset::{CONCURRENCY, Format, Layout, Place, Shard, url_of};
-use crate::formats::{Fault, files, lines, mds, megatron, tar, tokens};
+use crate::dataset::{CONCURRENCY, Format, Layout, Place, Shard, Unit, url_of};
+use crate::formats::compression::{self, Compression, Decompressed, in_decompressed};
+use crate::formats::tokens::Windows;
+use crate::formats::{self, Fault, ReadAt, files, lines, mds, megatron, tar, tokens};
 use crate::objects::{AHEAD_BYTES, look};
 use crate::pattern::Pattern;
 use crate::{Error, Result};
@@ -54,6 +56,10 @@ fn check(format: Format) -> Result<()> {
         Format::Tokens { dtype, .. } if !dtype.is_integer() => {
             return Err(Error::Config(format!("tokens of {}: expected whole numbers", dtype.name())));
         }
+        Format::Tokens { windows: Windows { with_documents: true, .. }, .. } => {
+            let detail = "documents of files that are nothing but tokens: expected the format of Megatron-LM";
+            return Err(Error::Config(detail.to_owned()));
+        }
         Format::Tokens { windows, .. } | Format::Megatron { windows } => windows,
     };
     if windows.window == 0 || windows.stride == 0 {
@@ -71,25 +77,74 @@ fn named(pattern: &str, format: Format) -> String {
 async fn shard(place: &Place, info: ObjectInfo, format: Format) -> Result<Shard> {
     let store = &place.store;
     let ObjectInfo { name, size, .. } = info;
+    let mut unit = None;
     let (bounds, layout) = match format {
-        Format::Tar => (Bounds::Listed(look(store, &name, Some(size), AHEAD_BYTES, tar::scan).await?), Layout::Tar),
+        Format::Tar => {
+            let bounds;
+            (bounds, unit) = listed(store, &name, size, |object| tar::scan(object)).await?;
+            (bounds, Layout::Tar)
+        }
+        Format::Lines => {
+            let bounds;
+            (bounds, unit) = listed(store, &name, size, |object| lines::scan(object)).await?;
+            (bounds, Layout::Line)
+        }
         Format::Tokens { dtype, header_bytes, windows } => {
+            if let Some(compression) = Compression::of_name(&name) {
+                let detail = format!("is {} by its name, expected tokens that are not compressed", compression.name());
+                return Err(Error::Damaged { object: url_of(&**store, &name), detail });
+            }
             let bounds = tokens::scan(size, header_bytes, dtype, windows);
-            (bounds.map_err(|fault| of(fault, store, &name))?, Layout::Tokens(dtype))
+            (bounds.map_err(|fault| of(fault, store, &name))?, Layout::Tokens { dtype, breaks: None })
         }
         Format::Megatron { windows } => {
             let index = format!("{}.idx", name.strip_suffix(".bin").expect("others were left out"));
-            let index = look(store, &index, None, AHEAD_BYTES, megatron::scan).await?;
+            let read = move |object: &(dyn ReadAt + 'static)| {
+                let index = megatron::scan(object)?;
+                let breaks = windows.with_documents.then(|| megatron::breaks(object, &index)).transpose()?;
+                Ok((index, breaks.map(Into::into)))
+            };
+            let (index, breaks) = look(store, &index, None, AHEAD_BYTES, read).await?;
             let bounds = megatron::bounds(&index, size, windows);
-            (bounds.map_err(|fault| of(fault, store, &name))?, Layout::Tokens(index.dtype))
-        }
-        Format::Lines => {
-            (Bounds::Listed(look(store, &name, Some(size), AHEAD_BYTES, lines::scan).await?), Layout::Line)
+            (bounds.map_err(|fault| of(fault, store, &name))?, Layout::Tokens { dtype: index.dtype, breaks })
         }
         Format::Files => (files::bounds(size), Layout::File),
         Format::Mds => unreachable!("its shards are in an index"),
     };
-    Ok(Shard { store: place.number, name, size_bytes: size, bounds, layout })
+    Ok(Shard { store: place.number, name, size_bytes: size, unit, bounds, layout })
+}
+
+/// What `scan` finds in the object `name`, or in what its name says that it is to be decompressed to.
+async fn listed(
+    store: &Arc<dyn Store>,
+    name: &str,
+    size: u64,
+    scan: fn(&dyn ReadAt) -> formats::Result<Vec<u64>>,
+) -> Result<(Bounds, Option<Unit>)> {
+    let named = Compression::of_name(name);
+    let scan = move |object: &(dyn ReadAt + 'static)| {
+        compression::check(named, object)?;
+        let Some(compression) = named else { return Ok((Bounds::Listed(scan(object)?), None)) };
+        let (bounds, size_bytes) = decompressed(object, compression, scan).map_err(in_decompressed)?;
+        Ok((Bounds::Listed(bounds), Some(Unit { compression, size_bytes })))
+    };
+    look(store, name, Some(size), AHEAD_BYTES, scan).await
+}
+
+/// What `scan` finds, and how many bytes there are.
+fn decompressed(
+    object: &dyn ReadAt,
+    compression: Compression,
+    scan: fn(&dyn ReadAt) -> formats::Result<Vec<u64>>,
+) -> formats::Result<(Vec<u64>, u64)> {
+    let stream = Decompressed::new(object, compression, u64::MAX)?;
+    let bounds = scan(&stream)?;
+    let (last, size) = (*bounds.last().expect("one at least"), stream.end()?);
+    if last > size {
+        let detail = format!("expected the last sample to end at {last}, found the end");
+        return Err(Fault::Damage { at: size, detail });
+    }
+    Ok((bounds, size))
 }
 
 /// The shards that each index lists, in its order.
@@ -102,19 +157,35 @@ async fn mds_shards(place: &Place, indexes: &[ObjectInfo]) -> Result<Vec<Shard>>
         let there = store.list_below(folder).await?;
         let sizes: HashMap<&str, u64> = there.iter().map(|info| (&*info.name, info.size)).collect();
         for shard in shards {
-            let name = format!("{folder}{}", shard.name);
-            let Some(&size) = sizes.get(&*name) else {
-                let detail = format!("{:?} of {} bytes is not there", shard.name, shard.size_bytes);
+            // What others have decompressed is there beside it, or instead.
+            let zip = shard.zip.as_ref().map(|zip| (&zip.name, Some(zip.compression)));
+            let known = [(&shard.name, None)].into_iter().chain(zip);
+            let kept = |(name, compression): (&String, _)| {
+                let name = format!("{folder}{name}");
+                sizes.get(&*name).map(|&size| (name, size, compression))
+            };
+            let Some((name, size, compression)) = known.into_iter().find_map(kept) else {
+                let name = shard.zip.as_ref().map_or(&shard.name, |zip| &zip.name);
+                let detail = format!("{name:?} is not there, of a shard of {} bytes", shard.size_bytes);
                 return Err(Error::Damaged { object: url_of(&**store, index), detail });
             };
-            listed.push((name, size, shard));
+            listed.push((name, size, compression, shard));
         }
     }
-    let scans = listed.into_iter().map(|(name, size_bytes, shard)| async move {
+    let scans = listed.into_iter().map(|(name, size_bytes, compression, shard)| async move {
         let layout = Layout::Columns(shard.columns.clone());
+        let unit = compression.map(|compression| Unit { compression, size_bytes: shard.size_bytes });
         // Of a large shard only the offsets are wanted.
-        let bounds = look(store, &name, Some(size_bytes), 0, move |object| mds::scan(object, &shard)).await?;
-        Ok(Shard { store: place.number, name, size_bytes, bounds: Bounds::Listed(bounds), layout })
+        let bounds = look(store, &name, Some(size_bytes), 0, move |object| match compression {
+            None => mds::scan(object, &shard),
+            Some(named) => {
+                compression::check(compression, object)?;
+                let stream = Decompressed::new(object, named, shard.size_bytes)?;
+                mds::scan(&stream, &shard).map_err(in_decompressed)
+            }
+        });
+        let bounds = Bounds::Listed(bounds.await?);
+        Ok(Shard { store: place.number, name, size_bytes, unit, bounds, layout })
     });
     stream::iter(scans).buffered(CONCURRENCY).try_collect().await
 }

@@ -21,6 +21,11 @@ impl ByteBudget {
         Self { permits: Arc::new(Semaphore::new(total as usize)), total }
     }
 
+    /// What may be in flight at all.
+    pub fn total_bytes(&self) -> u64 {
+        u64::from(self.total) * PERMIT_BYTES
+    }
+
     /// Waits until `bytes` are free, and holds them until the permit is dropped.
     ///
     /// A request larger than the whole budget gets all of it, so that one huge part still moves.

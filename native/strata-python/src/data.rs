@@ -248,7 +248,7 @@ fn column<'py>(py: Python<'py>, values: Vec<Option<Value>>) -> PyResult<Bound<'p
 }
 
 fn format_of((kind, dtype, header_bytes, window, stride): RawFormat) -> PyResult<Format> {
-    let windows = Windows { window, stride };
+    let windows = Windows { window, stride, with_documents: false };
     let no_dtype = || PyValueError::new_err(format!("no dtype {dtype:?}"));
     match &*kind {
         "tar" => Ok(Format::Tar),

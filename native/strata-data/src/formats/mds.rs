@@ -10,6 +10,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 use strata_io::is_plain;
 
+use super::compression::Compression;
 use super::{Dtype, Encoding, Field, Fields, ReadAt, Result, damage};
 
 /// A shard, as the index has it.
@@ -23,6 +24,17 @@ pub struct Shard {
     pub num_samples: u64,
     /// What each sample has.
     pub columns: Arc<[Column]>,
+    /// What is kept instead of it, as a rule; sizes and offsets are not of this one.
+    pub zip: Option<Zip>,
+}
+
+/// A shard, compressed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Zip {
+    /// Name beside the index; may lie in a folder there.
+    pub name: String,
+    /// As its name says.
+    pub compression: Compression,
 }
 
 /// A field of each sample of a shard.
@@ -57,7 +69,7 @@ struct RawShard {
     column_encodings: Vec<String>,
     column_sizes: Vec<Option<u64>>,
     raw_data: RawFile,
-    zip_data: Option<RawFile>,
+    zip_data: Option<RawZip>,
     samples: u64,
 }
 
@@ -67,11 +79,16 @@ struct RawFile {
     bytes: u64,
 }
 
+#[derive(Deserialize)]
+struct RawZip {
+    basename: String,
+}
+
 /// The shards that an `index.json` lists.
 ///
 /// # Errors
-/// [`super::Fault::Damage`] for what is none, for compressed shards and those of other formats, and for shards that lie
-/// elsewhere.
+/// [`super::Fault::Damage`] for what is none, for shards of other formats or compressed in other ways than
+/// [`Compression`], and for shards that lie elsewhere.
 pub fn shards(index: &[u8]) -> Result<Vec<Shard>> {
     let raw: RawIndex = match serde_json::from_slice(index) {
         Ok(raw) => raw,
@@ -87,10 +104,15 @@ pub fn shards(index: &[u8]) -> Result<Vec<Shard>> {
         if raw.format != "mds" {
             return refused(&format!("has the format {:?}, expected \"mds\"", raw.format));
         }
-        if let Some(zip) = raw.zip_data {
-            return refused(&format!("is compressed (as {:?}), which is not read", zip.basename));
-        }
-        if !name.split('/').all(is_plain) {
+        let zip = match raw.zip_data {
+            None => None,
+            Some(RawZip { basename: name }) => match Compression::of_name(&name) {
+                Some(compression) => Some(Zip { name, compression }),
+                None => return refused(&format!("is compressed (as {name:?}), expected gzip or zstd")),
+            },
+        };
+        let names = [&name].into_iter().chain(zip.as_ref().map(|zip| &zip.name));
+        if !names.flat_map(|name| name.split('/')).all(is_plain) {
             return refused("leads elsewhere, expected a name beside the index");
         }
         let columns = match columns(&raw.column_names, &raw.column_encodings, &raw.column_sizes) {
@@ -102,7 +124,7 @@ pub fn shards(index: &[u8]) -> Result<Vec<Shard>> {
             Some(last) if *last.columns == *columns => last.columns.clone(),
             _ => columns.into(),
         };
-        shards.push(Shard { name, size_bytes: raw.raw_data.bytes, num_samples: raw.samples, columns });
+        shards.push(Shard { name, size_bytes: raw.raw_data.bytes, num_samples: raw.samples, columns, zip });
     }
     Ok(shards)
 }
@@ -376,12 +398,16 @@ mod tests {
             damage_of(shards(sound.replace(from, to).as_bytes())).1
         };
         assert!(
-            refused("\"zip_data\":null", "\"zip_data\":{\"basename\":\"s.mds.zstd\",\"bytes\":3}")
-                .contains("compressed")
+            refused("\"zip_data\":null", "\"zip_data\":{\"basename\":\"s.mds.br\",\"bytes\":3}")
+                .contains("\"s.mds.br\"), expected gzip or zstd")
         );
         assert!(refused("\"format\":\"mds\"", "\"format\":\"csv\"").contains("\"csv\""));
         assert!(refused("}],\"version\":2", "}],\"version\":3").contains("version 2, found 3"));
         assert!(refused("\"shard.00000.mds\"", "\"../other/shard.00000.mds\"").contains("leads elsewhere"));
+        assert!(
+            refused("\"zip_data\":null", "\"zip_data\":{\"basename\":\"../s.mds.gz\",\"bytes\":3}")
+                .contains("leads elsewhere")
+        );
         assert!(refused("\"ndarray\"", "\"ndarray:int7\"").contains("says no array"));
         assert!(refused("\"mask\"", "\"text\"").contains("twice"));
         assert!(refused("\"mask\",", "").contains("3 columns, 4 encodings and 4 sizes"));
@@ -392,8 +418,13 @@ mod tests {
     #[test]
     fn offsets_ascend_from_the_header_to_the_end() {
         let columns = described(&COLUMNS);
-        let shard =
-            |size_bytes, num_samples| Shard { name: String::new(), size_bytes, num_samples, columns: columns.clone() };
+        let shard = |size_bytes, num_samples| Shard {
+            name: String::new(),
+            size_bytes,
+            num_samples,
+            columns: columns.clone(),
+            zip: None,
+        };
         let bytes = |numbers: &[u32]| -> Vec<u8> {
             let mut bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
             bytes.resize(30, b' ');

@@ -1,5 +1,5 @@
 //! Token files of Megatron-LM: a `.bin` of tokens and an `.idx` that says of what kind they are and where sequences and
-//! documents begin. Samples are windows over all tokens, documents or not. Pure: bytes come in through [`ReadAt`].
+//! documents begin. Samples are windows over all tokens, whose documents are told where that is asked for. Pure: bytes come in through [`ReadAt`].
 //!
 //! The layout is that of <https://github.com/NVIDIA/Megatron-LM> (`megatron/core/datasets/indexed_dataset.py`), all
 //! little-endian: magic, version (u64), kind of number (u8), number of sequences (u64) and of document bounds (u64);
@@ -25,6 +25,8 @@ pub struct Index {
     pub num_tokens: u64,
     /// Sequences.
     pub num_sequences: u64,
+    /// Bounds of documents: one more than there are.
+    pub num_documents: u64,
 }
 
 /// Reads and checks an `.idx`.
@@ -62,7 +64,38 @@ pub fn scan(source: &(impl ReadAt + ?Sized)) -> Result<Index> {
     };
     let num_tokens = sequences(source, num_sequences, sizes, pointers, dtype)?;
     check_documents(source, num_documents, documents, num_sequences)?;
-    Ok(Index { dtype, num_tokens, num_sequences })
+    Ok(Index { dtype, num_tokens, num_sequences, num_documents })
+}
+
+/// The tokens at which another document begins than that of the token before, ascending; `index` is what [`scan`] found.
+/// Documents without tokens have none of their own.
+///
+/// # Errors
+/// What reading says.
+pub fn breaks(source: &(impl ReadAt + ?Sized), index: &Index) -> Result<Vec<u64>> {
+    let pointers = HEADER_BYTES + 4 * index.num_sequences;
+    let documents = pointers + 8 * index.num_sequences;
+    let mut breaks = Vec::new();
+    // Sequences whose beginnings are known.
+    let (mut first, mut starts) = (0, Vec::new());
+    for from in (0..index.num_documents).step_by(BLOCK as usize) {
+        let block = numbers::<8>(source, documents + 8 * from, BLOCK.min(index.num_documents - from))?;
+        for sequence in block.as_chunks::<8>().0.iter().map(|number| u64::from_le_bytes(*number)) {
+            if sequence == index.num_sequences {
+                break;
+            }
+            if starts.is_empty() || sequence >= first + BLOCK {
+                first = sequence;
+                starts = numbers::<8>(source, pointers + 8 * first, BLOCK.min(index.num_sequences - first))?;
+            }
+            let start = &starts.as_chunks::<8>().0[(sequence - first) as usize];
+            let token = u64::from_le_bytes(*start) / index.dtype.num_bytes();
+            if token > breaks.last().copied().unwrap_or(0) && token < index.num_tokens {
+                breaks.push(token);
+            }
+        }
+    }
+    Ok(breaks)
 }
 
 /// The windows of the `.bin` of `size` bytes that `index` is of.
@@ -183,11 +216,11 @@ mod tests {
 
     #[test]
     fn tokens_of_all_sequences_are_added_up() {
-        let expected = Index { dtype: Dtype::Uint16, num_tokens: 12, num_sequences: 3 };
+        let expected = Index { dtype: Dtype::Uint16, num_tokens: 12, num_sequences: 3, num_documents: 3 };
         assert_eq!(scan(&*sound()).expect("sound"), expected);
         let with_modes = [sound(), vec![0, 1, 0]].concat();
         assert_eq!(scan(&*with_modes).expect("sound"), expected);
-        let empty = Index { dtype: Dtype::Int32, num_tokens: 0, num_sequences: 0 };
+        let empty = Index { dtype: Dtype::Int32, num_tokens: 0, num_sequences: 0, num_documents: 1 };
         assert_eq!(scan(&*index(4, &[], &[], &[0])).expect("sound"), empty);
     }
 
@@ -200,6 +233,11 @@ mod tests {
         let sound = index(4, &lengths, &pointers, &documents);
         let num_tokens = lengths.iter().map(|&length| length as u64).sum::<u64>();
         assert_eq!(scan(&*sound).expect("sound").num_tokens, num_tokens);
+        let found = breaks(&*sound, &scan(&*sound).expect("sound")).expect("sound");
+        // Of two sequences each.
+        let mut expected: Vec<u64> = pointers.iter().skip(2).step_by(2).map(|start| start / 4).collect();
+        expected.dedup();
+        assert!(found == expected && found.len() > 70_000);
         let mut moved = sound;
         let at = 34 + 4 * 200_000 + 8 * 150_001;
         moved[at] ^= 1;
@@ -207,9 +245,21 @@ mod tests {
     }
 
     #[test]
+    fn documents_without_tokens_are_no_breaks() {
+        let of = |documents: &[u64]| {
+            let bytes = index(8, &[5, 0, 7, 0], &[0, 10, 10, 24], documents);
+            breaks(&*bytes, &scan(&*bytes).expect("sound")).expect("sound")
+        };
+        assert_eq!(of(&[0, 4]), [] as [u64; 0]);
+        assert_eq!(of(&[0, 1, 2, 3, 4]), [5]);
+        assert_eq!(of(&[0, 0, 2, 2, 4, 4]), [5]);
+        assert_eq!(of(&[0, 3, 4]), [] as [u64; 0]);
+    }
+
+    #[test]
     fn windows_reach_over_sequences_and_stay_in_what_the_index_says() {
         let index = scan(&*sound()).expect("sound");
-        let windows = Windows { window: 4, stride: 3 };
+        let windows = Windows { window: 4, stride: 3, with_documents: false };
         let expected = Bounds::Even { first: 0, stride: 6, size: 8, count: 3 };
         assert_eq!(bounds(&index, 24, windows).expect("sound"), expected);
         assert_eq!(bounds(&index, 100, windows).expect("more than the index says"), expected);

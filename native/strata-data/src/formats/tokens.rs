@@ -1,10 +1,15 @@
 //! Windows over files of nothing but tokens: numbers of one kind, little-endian, one behind the other. Pure.
 
+use bytes::Bytes;
+
 use super::{Dtype, Encoding, Field, Fields, Result, damage};
 use crate::bounds::Bounds;
 
-/// Name of the only field.
+/// Name of the field with the tokens.
 pub const FIELD: &str = "tokens";
+
+/// Name of the field that says for each token which of the window's documents it is of, from 0.
+pub const DOCUMENT_FIELD: &str = "document";
 
 /// Which runs of tokens are samples. What is left at the end of a file and fills no window is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,6 +18,8 @@ pub struct Windows {
     pub window: u64,
     /// Tokens from the beginning of one to that of the next. Above 0; less than `window` where they are to overlap.
     pub stride: u64,
+    /// Whether [`DOCUMENT_FIELD`] is wanted: only of files that say where documents begin.
+    pub with_documents: bool,
 }
 
 impl Windows {
@@ -50,6 +57,32 @@ pub fn fields(bytes: &[u8], dtype: Dtype) -> Fields {
     Fields { key: String::new(), fields: vec![Field { name: FIELD.to_owned(), data: 0..size, encoding }] }
 }
 
+/// As [`fields`] of a window that begins with the token `first`, with the document of each token. Behind its bytes are
+/// those of that.
+pub fn fields_with_documents(bytes: &[u8], dtype: Dtype, breaks: &[u64], first: u64) -> (Fields, Bytes) {
+    let mut found = fields(bytes, dtype);
+    let count = bytes.len() as u64 / dtype.num_bytes();
+    let bytes = [bytes, &documents(breaks, first, count)].concat();
+    let data = found.fields[0].data.end..bytes.len() as u64;
+    let encoding = Encoding::Array { dtype: Dtype::Int32, shape: vec![count] };
+    found.fields.push(Field { name: DOCUMENT_FIELD.to_owned(), data, encoding });
+    (found, bytes.into())
+}
+
+/// The document of each token of the window `first..first + count`, counted in it from 0: int32, little-endian. Behind
+/// each of `breaks`, which ascend, there is another document.
+fn documents(breaks: &[u64], first: u64, count: u64) -> Vec<u8> {
+    // The document in which the window begins is its first, whether that begins there or before.
+    let passed = breaks.partition_point(|&at| at <= first);
+    let mut breaks = breaks[passed..].iter().copied().take_while(|&at| at < first + count).chain([first + count]);
+    let (mut bytes, mut from) = (Vec::with_capacity(4 * count as usize), first);
+    for (document, end) in (0i32..).zip(&mut breaks) {
+        bytes.extend(document.to_le_bytes().repeat((end - from) as usize));
+        from = end;
+    }
+    bytes
+}
+
 #[cfg(test)]
 mod tests {
     use std::ops::Range;
@@ -57,7 +90,8 @@ mod tests {
     use super::*;
 
     fn ranges(size: u64, header_bytes: u64, window: u64, stride: u64) -> Vec<Range<u64>> {
-        let bounds = scan(size, header_bytes, Dtype::Uint16, Windows { window, stride }).expect("sound");
+        let bounds =
+            scan(size, header_bytes, Dtype::Uint16, Windows { window, stride, with_documents: false }).expect("sound");
         (0..bounds.num_samples()).map(|at| bounds.range(at)).collect()
     }
 
@@ -84,11 +118,24 @@ mod tests {
     #[test]
     fn what_is_no_whole_number_of_tokens_is_refused() {
         let refused = |size, header_bytes| {
-            let windows = Windows { window: 2, stride: 2 };
+            let windows = Windows { window: 2, stride: 2, with_documents: false };
             scan(size, header_bytes, Dtype::Uint32, windows).expect_err("no tokens").to_string()
         };
         assert_eq!(refused(11, 0), "expected uint32 tokens of 4 bytes each, found 3 bytes at the end (at byte 8)");
         assert_eq!(refused(11, 12), "expected a header of 12 bytes, found the end after 11 (at byte 11)");
+    }
+
+    #[test]
+    fn documents_are_counted_in_the_window() {
+        let of = |first, count| -> Vec<i32> {
+            let bytes = documents(&[3, 5, 6], first, count);
+            bytes.as_chunks::<4>().0.iter().map(|number| i32::from_le_bytes(*number)).collect()
+        };
+        assert_eq!(of(0, 8), [0, 0, 0, 1, 1, 2, 3, 3]);
+        assert_eq!(of(3, 3), [0, 0, 1]);
+        assert_eq!(of(4, 3), [0, 1, 2]);
+        assert_eq!(of(6, 2), [0, 0]);
+        assert_eq!(of(0, 3), [0, 0, 0]);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Small data sets of each format, written without the code under test, and what their samples hold.
 
+use std::io::Write;
+
 use strata_data::dataset::Format;
 use strata_data::formats::tokens::Windows;
 use strata_data::formats::{Dtype, Encoding};
@@ -11,13 +13,52 @@ pub enum Kind {
     Tokens,
     OverlappingTokens,
     Megatron,
+    Documents,
     Mds,
     Lines,
     Files,
+    GzipTar,
+    ZstdTar,
+    GzipMds,
+    ZstdMds,
+    GzipLines,
+    ZstdLines,
 }
 
-pub const KINDS: [Kind; 7] =
-    [Kind::Tar, Kind::Tokens, Kind::OverlappingTokens, Kind::Megatron, Kind::Mds, Kind::Lines, Kind::Files];
+pub const KINDS: [Kind; 14] = [
+    Kind::Tar,
+    Kind::Tokens,
+    Kind::OverlappingTokens,
+    Kind::Megatron,
+    Kind::Documents,
+    Kind::Mds,
+    Kind::Lines,
+    Kind::Files,
+    Kind::GzipTar,
+    Kind::ZstdTar,
+    Kind::GzipMds,
+    Kind::ZstdMds,
+    Kind::GzipLines,
+    Kind::ZstdLines,
+];
+
+pub const COMPRESSED: [Kind; 6] =
+    [Kind::GzipTar, Kind::ZstdTar, Kind::GzipMds, Kind::ZstdMds, Kind::GzipLines, Kind::ZstdLines];
+
+impl Kind {
+    /// What is compressed, and the end of the names.
+    pub fn compressed(self) -> Option<(Self, &'static str)> {
+        match self {
+            Self::GzipTar => Some((Self::Tar, "gz")),
+            Self::ZstdTar => Some((Self::Tar, "zst")),
+            Self::GzipMds => Some((Self::Mds, "gz")),
+            Self::ZstdMds => Some((Self::Mds, "zstd")),
+            Self::GzipLines => Some((Self::Lines, "gz")),
+            Self::ZstdLines => Some((Self::Lines, "zst")),
+            _ => None,
+        }
+    }
+}
 
 /// A sample, as it was written.
 #[derive(Debug, PartialEq, Eq)]
@@ -30,26 +71,71 @@ pub struct Written {
 /// Objects, and what reading them must give.
 pub struct DataSet {
     pub format: Format,
-    pub pattern: &'static str,
+    pub pattern: String,
     /// Name and content.
     pub objects: Vec<(String, Vec<u8>)>,
+    /// What they would be if they were not compressed.
+    pub plain: Vec<(String, Vec<u8>)>,
     /// In the order of the names of the shards.
     pub samples: Vec<Written>,
 }
 
 /// As many samples in each shard as `counts` say, each with a content of about `size` bytes.
 pub fn data_set(kind: Kind, counts: &[usize], size: usize) -> DataSet {
+    if let Some((plain, end)) = kind.compressed() {
+        return compressed(data_set(plain, counts, size), end);
+    }
     let mut shards = Shards { counts, size, objects: Vec::new(), samples: Vec::new() };
     let (format, pattern) = match kind {
         Kind::Tar => shards.tar(),
         Kind::Tokens => shards.tokens(false),
         Kind::OverlappingTokens => shards.tokens(true),
-        Kind::Megatron => shards.megatron(),
+        Kind::Megatron => shards.megatron(false),
+        Kind::Documents => shards.megatron(true),
         Kind::Mds => shards.mds(),
         Kind::Lines => shards.lines(),
         Kind::Files => shards.files(),
+        _ => unreachable!("compressed above"),
     };
-    DataSet { format, pattern, objects: shards.objects, samples: shards.samples }
+    let (objects, plain) = (shards.objects.clone(), shards.objects);
+    DataSet { format, pattern: pattern.to_owned(), objects, plain, samples: shards.samples }
+}
+
+/// Its shards compressed, each in two parts.
+fn compressed(mut data: DataSet, end: &str) -> DataSet {
+    for (name, bytes) in data.objects.iter_mut().chain(&mut data.plain) {
+        if name.ends_with(".json") {
+            let mut index = String::from_utf8(std::mem::take(bytes)).unwrap();
+            for shard in 0..index.matches("null}").count() {
+                let zip = format!(r#"{{"basename": "shard.{shard:05}.mds.{end}", "bytes": 1, "hashes": {{}}}}}}"#);
+                index = index.replacen("null}", &zip, 1);
+            }
+            *bytes = index.into_bytes();
+        } else {
+            *name = format!("{name}.{end}");
+        }
+    }
+    for (name, bytes) in data.objects.iter_mut().filter(|(name, _)| name.ends_with(end)) {
+        let parts = bytes.split_at(bytes.len() / 5);
+        *bytes = [parts.0, parts.1].map(|part| compress(part, name.ends_with("gz"))).concat();
+    }
+    if data.format != Format::Mds {
+        data.pattern = format!("{}.{end}", data.pattern);
+    }
+    data
+}
+
+/// With a checksum.
+pub fn compress(content: &[u8], as_gzip: bool) -> Vec<u8> {
+    if as_gzip {
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        encoder.write_all(content).unwrap();
+        return encoder.finish().unwrap();
+    }
+    let mut encoder = zstd::Encoder::new(Vec::new(), 1).unwrap();
+    encoder.include_checksum(true).unwrap();
+    encoder.write_all(content).unwrap();
+    encoder.finish().unwrap()
 }
 
 struct Shards<'a> {
@@ -105,31 +191,40 @@ impl Shards<'_> {
             }
             self.objects.push((format!("{shard}.bin"), [&b"HEAD"[..], &tokens].concat()));
         }
-        let windows = Windows { window: window as u64, stride: stride as u64 };
+        let windows = Windows { window: window as u64, stride: stride as u64, with_documents: false };
         (Format::Tokens { dtype: Dtype::Uint16, header_bytes: 4, windows }, "*.bin")
     }
 
-    fn megatron(&mut self) -> (Format, &'static str) {
+    fn megatron(&mut self, with_documents: bool) -> (Format, &'static str) {
         let window = self.size / 4 + 1;
         for (shard, &count) in self.counts.iter().enumerate() {
             let num_tokens = window * count + window / 2;
             let tokens = letters(4 * num_tokens, shard);
             let array = Encoding::Array { dtype: Dtype::Int32, shape: vec![window as u64] };
-            for nth in 0..count {
-                self.add("", &[("tokens", &tokens[4 * nth * window..4 * (nth + 1) * window], array.clone())]);
-            }
-            // Two sequences in each document, a third of the tokens in the first of them.
+            // Two sequences, each a document.
             let lengths = [num_tokens / 3, num_tokens - num_tokens / 3];
+            for nth in 0..count {
+                let first = nth * window;
+                // The first document of a window is its number 0.
+                let of_first = if first < lengths[0] { window.min(lengths[0] - first) } else { window };
+                let documents = [[0, 0, 0, 0].repeat(of_first), [1, 0, 0, 0].repeat(window - of_first)].concat();
+                let tokens = ("tokens", &tokens[4 * first..4 * (first + window)], array.clone());
+                let fields = [tokens, ("document", &*documents, array.clone())];
+                self.add("", &fields[..if with_documents { 2 } else { 1 }]);
+            }
             let mut index = b"MMIDIDX\0\0".to_vec();
             index.extend([1, 0, 0, 0, 0, 0, 0, 0, 4]);
-            index.extend([2u64, 2].map(u64::to_le_bytes).concat());
+            index.extend([2u64, 3].map(u64::to_le_bytes).concat());
             index.extend(lengths.map(|length| (length as i32).to_le_bytes()).concat());
             index.extend([0, 4 * lengths[0] as i64].map(i64::to_le_bytes).concat());
-            index.extend([0i64, 2].map(i64::to_le_bytes).concat());
+            index.extend([0i64, 1, 2].map(i64::to_le_bytes).concat());
             self.objects.push((format!("part{shard}_text_document.bin"), tokens));
             self.objects.push((format!("part{shard}_text_document.idx"), index));
         }
-        (Format::Megatron { windows: Windows { window: window as u64, stride: window as u64 } }, "part*")
+        (
+            Format::Megatron { windows: Windows { window: window as u64, stride: window as u64, with_documents } },
+            "part*",
+        )
     }
 
     fn mds(&mut self) -> (Format, &'static str) {
