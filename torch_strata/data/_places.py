@@ -9,11 +9,12 @@ from torch_strata.errors import ConfigError
 __all__ = ["FORMATS", "Format", "Places", "check_int", "format_of", "places_of"]
 
 _GLOB = "*?[{"
-_BY_SUFFIX = {".tar": "tar", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+_BY_SUFFIX = {".tar": "tar", ".tgz": "tar", ".tzst": "tar", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+_COMPRESSED = (".gz", ".zst", ".zstd")
 # What is looked for in a folder.
 _IN_FOLDER = {
-    "tar": "*.tar",
-    "jsonl": "*.jsonl",
+    "tar": "*.{tar,tar.gz,tgz,tar.zst}",
+    "jsonl": "*.{jsonl,jsonl.gz,jsonl.zst}",
     "tokens": "*.bin",
     "megatron": "*.bin",
     "mds": "index.json",
@@ -124,13 +125,19 @@ def check_int(name: str, value: object, low: int, below: int | None = None) -> i
 def _guessed(name: str, has_window: bool) -> str | None:
     if name.endswith("index.json"):
         return "mds"
-    return _BY_SUFFIX.get(os.path.splitext(name)[1]) or ("tokens" if has_window else None)
+    return _BY_SUFFIX.get(_suffix(name)) or ("tokens" if has_window else None)
+
+
+def _suffix(name: str) -> str:
+    """The end of the name that says the format, compression left off."""
+    stem, suffix = os.path.splitext(name)
+    return os.path.splitext(stem)[1] if suffix in _COMPRESSED else suffix
 
 
 def _split(url: str, kind: str) -> tuple[str, str]:
     """The root, and the name or glob below it."""
     first = min((url.index(sign) for sign in _GLOB if sign in url), default=len(url))
-    is_file = first < len(url) or os.path.splitext(url)[1] in {*_BY_SUFFIX, ".bin", ".json"}
+    is_file = first < len(url) or _suffix(url) in {*_BY_SUFFIX, ".bin", ".json"}
     if not is_file or url.endswith("/"):
         return url.rstrip("/") or "/", _IN_FOLDER[kind]
     root, slash, _ = url[:first].rpartition("/")

@@ -4,18 +4,17 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use strata_io::Store;
 use strata_io::schedule::ByteBudget;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::dataset::{Index, url_of};
+use crate::Result;
+use crate::dataset::Source;
 use crate::fetch::{Fetch, Read};
-use crate::formats::{Fault, Fields};
+use crate::formats::Fields;
 use crate::order::Order;
 use crate::partition::{Batch, Ending, Stream};
 use crate::reads::{Extent, reads};
-use crate::{Error, Result};
 
 /// Which batches: a stream's part of an epoch from some position on.
 #[derive(Debug, Clone)]
@@ -69,15 +68,6 @@ pub struct Sample {
     pub bytes: Bytes,
     /// Which of them are which field.
     pub fields: Fields,
-}
-
-/// What is read, and where it is kept.
-#[derive(Debug, Clone)]
-pub struct Source {
-    /// Of this process, by their numbers.
-    pub stores: Vec<Arc<dyn Store>>,
-    /// The shards.
-    pub index: Arc<Index>,
 }
 
 /// Reads the batches of a plan, some of them ahead. Dropped, it ends what it has begun.
@@ -135,19 +125,6 @@ impl Batches {
 impl Drop for Batches {
     fn drop(&mut self) {
         self.reader.abort();
-    }
-}
-
-impl Source {
-    pub(crate) fn fault(&self, fault: Fault, extent: &Extent) -> Error {
-        let (store, name) = self.kept(extent);
-        Error::of(fault, url_of(&**store, name), extent.start)
-    }
-
-    /// Where a shard is kept, and its name there.
-    pub(crate) fn kept(&self, extent: &Extent) -> (&Arc<dyn Store>, &str) {
-        let shard = &self.index.shards()[extent.shard as usize];
-        (&self.stores[shard.store as usize], &shard.name)
     }
 }
 
@@ -218,7 +195,7 @@ mod tests {
     use strata_io::{IoConfig, open};
 
     use super::*;
-    use crate::dataset::{Format, Place};
+    use crate::dataset::{Format, Index, Place};
     use crate::order::{Lanes, Shuffle};
 
     /// An archive of samples `s<number>`, each with a field of some bytes of that number.

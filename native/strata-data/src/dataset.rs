@@ -7,102 +7,16 @@ use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::Store;
 
-use crate::Result;
-use crate::bounds::Bounds;
-use crate::formats::compression::{Compression, in_decompressed};
-use crate::formats::tokens::Windows;
-use crate::formats::{Dtype, Fault, Fields, files, lines, mds, tar, tokens};
+use crate::formats::compression::in_decompressed;
+use crate::formats::{Fault, Fields, files, lines, mds, tar, tokens};
 use crate::reads::Extent;
 use crate::scan::shards;
+use crate::shard::url_of;
+pub use crate::shard::{Format, Layout, Place, Shard, Unit};
+use crate::{Error, Result};
 
-/// How samples lie in shards.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
-    /// Archives of files, as WebDataset writes them; compressed where their names say so.
-    Tar,
-    /// Files of nothing but tokens.
-    Tokens {
-        /// Of the tokens: whole numbers.
-        dtype: Dtype,
-        /// Bytes before them, which are skipped.
-        header_bytes: u64,
-        /// Which of them are a sample.
-        windows: Windows,
-    },
-    /// Pairs of `.bin`, which the pattern names, and `.idx` beside it, as Megatron-LM writes them.
-    Megatron {
-        /// Which tokens are a sample.
-        windows: Windows,
-    },
-    /// What an `index.json` lists, as MosaicML's Streaming writes it. The pattern names the index, or its folder with a
-    /// `/` at the end.
-    Mds,
-    /// Text, each line a sample; compressed where the names say so.
-    Lines,
-    /// Each file a sample.
-    Files,
-}
-
-/// Where shards are, and their names.
-#[derive(Debug, Clone)]
-pub struct Place {
-    /// Number of `store` among those of the data set.
-    pub number: u32,
-    /// Where they are kept.
-    pub store: Arc<dyn Store>,
-    /// A name, or a glob: `*` and `?` within a folder, `**` over folders, `{a,b}`, `[0-9]`; and `{000..127}` or `{a..f}`
-    /// for each of a range.
-    pub pattern: String,
-}
-
-/// Places, and shards whose samples are looked for, at a time.
-pub(crate) const CONCURRENCY: usize = 16;
-
-/// One object with samples.
-#[derive(Debug, Clone)]
-pub struct Shard {
-    /// Number of its store among those of the data set.
-    pub store: u32,
-    /// Its name, relative to the store's root.
-    pub name: String,
-    /// Its size.
-    pub size_bytes: u64,
-    /// What it is decompressed to as a whole; None where its bytes are read as they are.
-    pub unit: Option<Unit>,
-    /// Where its samples lie: in the unit if it is one.
-    pub bounds: Bounds,
-    /// What else must be known to find their fields.
-    pub layout: Layout,
-}
-
-/// A shard of which nothing can be read without the whole.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Unit {
-    /// How it is compressed.
-    pub compression: Compression,
-    /// Size of what it is decompressed to.
-    pub size_bytes: u64,
-}
-
-/// How the fields of the samples of a shard are found.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Layout {
-    /// By the headers of files.
-    Tar,
-    /// All of it is tokens.
-    Tokens {
-        /// Of each.
-        dtype: Dtype,
-        /// Tokens before which a document ends, where documents are told.
-        breaks: Option<Arc<[u64]>>,
-    },
-    /// By the sizes before them.
-    Columns(Arc<[mds::Column]>),
-    /// All of it is a line and blank ones.
-    Line,
-    /// By the shard's name.
-    File,
-}
+/// Places whose shards are looked for at a time.
+const CONCURRENCY: usize = 16;
 
 /// Shards of one format, at each place in the order of their names or of the index that lists them. Belongs to no process.
 #[derive(Debug)]
@@ -119,10 +33,6 @@ impl Index {
     /// # Errors
     /// [`Error::Config`] for what is no pattern or no window, [`Error::NotFound`] if nothing matches,
     /// [`Error::Damaged`] for a shard that its format cannot be; what the store says.
-    ///
-    /// [`Error::Config`]: crate::Error::Config
-    /// [`Error::NotFound`]: crate::Error::NotFound
-    /// [`Error::Damaged`]: crate::Error::Damaged
     pub async fn scan(places: Vec<Place>, format: Format) -> Result<Self> {
         let scans = places.into_iter().map(|place| async move { shards(&place, format).await });
         let found: Vec<Vec<Shard>> = stream::iter(scans).buffered(CONCURRENCY).try_collect().await?;
@@ -183,14 +93,24 @@ impl Index {
     }
 }
 
-impl Shard {
-    /// Samples in it.
-    pub fn num_samples(&self) -> u64 {
-        self.bounds.num_samples()
-    }
+/// What is read, and where it is kept.
+#[derive(Debug, Clone)]
+pub struct Source {
+    /// Of this process, by their numbers.
+    pub stores: Vec<Arc<dyn Store>>,
+    /// The shards.
+    pub index: Arc<Index>,
 }
 
-/// URL of what is called `name` below `store`.
-pub(crate) fn url_of(store: &dyn Store, name: &str) -> String {
-    format!("{}/{name}", store.url().trim_end_matches('/'))
+impl Source {
+    pub(crate) fn fault(&self, fault: Fault, extent: &Extent) -> Error {
+        let (store, name) = self.kept(extent);
+        Error::of(fault, url_of(&**store, name), extent.start)
+    }
+
+    /// Where a shard is kept, and its name there.
+    pub(crate) fn kept(&self, extent: &Extent) -> (&Arc<dyn Store>, &str) {
+        let shard = &self.index.shards()[extent.shard as usize];
+        (&self.stores[shard.store as usize], &shard.name)
+    }
 }

@@ -9,9 +9,8 @@ use strata_io::schedule::ByteBudget;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinSet;
 
-use crate::batches::Source;
 use crate::buffers::{Buffers, GRAIN_BYTES};
-use crate::dataset::Unit;
+use crate::dataset::{Source, Unit};
 use crate::formats::compression::{decompress, in_decompressed};
 use crate::reads::Extent;
 use crate::{Error, Result};

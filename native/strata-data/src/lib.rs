@@ -17,5 +17,6 @@ mod pattern;
 pub mod permutation;
 pub mod reads;
 mod scan;
+mod shard;
 
 pub use error::{Error, Result};

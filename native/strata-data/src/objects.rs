@@ -10,8 +10,8 @@ use bytes::Bytes;
 use strata_io::Store;
 use tokio::runtime::Handle;
 
-use crate::dataset::url_of;
 use crate::formats::{self, ReadAt};
+use crate::shard::url_of;
 use crate::{Error, Result};
 
 /// Read ahead where much of an object is looked at.

@@ -7,13 +7,16 @@ use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::{ObjectInfo, Store};
 
 use crate::bounds::Bounds;
-use crate::dataset::{CONCURRENCY, Format, Layout, Place, Shard, Unit, url_of};
 use crate::formats::compression::{self, Compression, Decompressed, in_decompressed};
 use crate::formats::tokens::Windows;
 use crate::formats::{self, Fault, ReadAt, files, lines, mds, megatron, tar, tokens};
 use crate::objects::{AHEAD_BYTES, look};
 use crate::pattern::Pattern;
+use crate::shard::{Format, Layout, Place, Shard, Unit, url_of};
 use crate::{Error, Result};
+
+/// Shards whose samples are looked for at a time.
+const CONCURRENCY: usize = 16;
 
 /// The shards of `format` at `place`, sorted.
 pub(crate) async fn shards(place: &Place, format: Format) -> Result<Vec<Shard>> {

@@ -7,8 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use strata_data::batches::Source;
-use strata_data::dataset::{Format, Shard};
+use strata_data::dataset::{Format, Shard, Source};
 use strata_data::formats::compression::{Compression, Decompressed, decompress, in_decompressed};
 use strata_data::formats::tokens::Windows;
 use strata_data::formats::{Dtype, Fault, ReadAt};

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use strata_data::Error;
-use strata_data::batches::{Batches, Plan, Sample, Source};
-use strata_data::dataset::{Format, Index, Place, Shard};
+use strata_data::batches::{Batches, Plan, Sample};
+use strata_data::dataset::{Format, Index, Place, Shard, Source};
 use strata_data::formats;
 use strata_data::order::{Lanes, Order, Shuffle};
 use strata_data::partition::{Ending, Stream};
