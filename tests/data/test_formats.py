@@ -1,5 +1,6 @@
 """What each format is to a user of a pipe; native/strata-data/tests/formats.rs has their bytes."""
 
+import gzip
 import io
 import json
 import struct
@@ -113,6 +114,24 @@ def test_lines_are_parsed_and_one_that_is_none_is_named(tmp_path: Path) -> None:
     shard.write_text('{"n": 1}\n{"n": \n')
     with pytest.raises(CorruptionError, match=r"a\.jsonl: 'json' of the sample at byte 9.*JSONDecodeError"):
         list(StrataShardPipe(shard))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_compressed_shards_give_what_plain_ones_do(tmp_path: Path, num_workers: int) -> None:
+    plain, packed = write_tars(tmp_path / "plain"), tmp_path / "packed"
+    packed.mkdir()
+    for shard in plain.iterdir():
+        (packed / f"{shard.name}.gz").write_bytes(gzip.compress(shard.read_bytes()))
+    shuffle = Shuffle(seed=1, block=4, buffer=16)
+    pipes = [StrataShardPipe(folder, format="tar", shuffle=shuffle, batch_size=4) for folder in (plain, packed)]
+    first, second = (all_numbers(DataLoader(pipe, batch_size=None, num_workers=num_workers)) for pipe in pipes)
+    assert first == second and len(first) == 103
+    lines = tmp_path / "a.jsonl.gz"
+    lines.write_bytes(gzip.compress(b'{"n": 1}\n') + gzip.compress(b'{"n": 2}\n'))
+    assert [sample["json"]["n"] for sample in StrataShardPipe(lines)] == [1, 2]
+    lines.write_bytes(lines.read_bytes()[:-3])
+    with pytest.raises(CorruptionError, match=r"a\.jsonl\.gz"):
+        len(StrataShardPipe(lines))
 
 
 def test_files_are_samples_of_one_field(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 //! Begins reads, and keeps what is read as a whole. Ranges of plain shards are read as they are; those of a unit, a shard
 //! of which nothing can be read without the whole, are copied out of it, so that samples that wait do not keep it.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -14,6 +15,9 @@ use crate::dataset::{Source, Unit};
 use crate::formats::compression::{decompress, in_decompressed};
 use crate::reads::Extent;
 use crate::{Error, Result};
+
+/// Small ranges that are read in one go: enough that to ask costs little beside it, and few enough that many go on.
+const GROUP_BYTES: u64 = 512 << 10;
 
 /// Bytes that come.
 pub(crate) type Read = Shared<BoxFuture<'static, Result<Arc<Arrived>>>>;
@@ -68,13 +72,14 @@ impl Fetch {
     pub fn begin(&mut self, ranges: Vec<Extent>, permit: Arc<OwnedSemaphorePermit>) -> Ranges {
         while self.running.try_join_next().is_some() {}
         let mut ranges = Ranges { begun: vec![None; ranges.len()], ranges, permit };
+        let is_unit = |range: &Extent| self.source.index.shards()[range.shard as usize].unit.is_some();
+        let plain: Vec<usize> = (0..ranges.ranges.len()).filter(|&at| !is_unit(&ranges.ranges[at])).collect();
+        for group in groups(&plain, &ranges.ranges) {
+            self.begin_group(&mut ranges, &group);
+        }
         for at in 0..ranges.ranges.len() {
             let range = &ranges.ranges[at];
-            if self.source.index.shards()[range.shard as usize].unit.is_none() {
-                let (source, buffers, range) = (self.source.clone(), self.buffers.clone(), range.clone());
-                let read = async move { read(&source, &buffers, &range).await };
-                ranges.begun[at] = Some(self.spawn(read, ranges.permit.clone()));
-            } else if ranges.begun[at].is_none()
+            if ranges.begun[at].is_none()
                 && let Some(whole) = self.kept(range.shard)
             {
                 // Before others are read, for which it may have to go.
@@ -82,6 +87,24 @@ impl Fetch {
             }
         }
         ranges
+    }
+
+    /// Begins to read ranges of one shard, in one go.
+    fn begin_group(&mut self, ranges: &mut Ranges, group: &[usize]) {
+        let extents: Vec<Extent> = group.iter().map(|&at| ranges.ranges[at].clone()).collect();
+        let lengths: Vec<usize> = extents.iter().map(|extent| (extent.end - extent.start) as usize).collect();
+        let (source, buffers) = (self.source.clone(), self.buffers.clone());
+        let together = self.spawn(async move { read(&source, &buffers, &extents).await }, ranges.permit.clone());
+        let mut start = 0;
+        for (&at, length) in group.iter().zip(lengths) {
+            let own = start..start + length;
+            start = own.end;
+            let piece = together.clone().map(move |arrived| {
+                let arrived = arrived?;
+                Ok(Arc::new(Arrived { bytes: arrived.bytes.slice(own), _permit: arrived._permit.clone() }))
+            });
+            ranges.begun[at] = Some(piece.boxed().shared());
+        }
     }
 
     /// The read `at`, whose unit is read if it has to be: once for all of `ranges`.
@@ -160,20 +183,50 @@ impl Fetch {
     }
 }
 
-async fn read(source: &Source, buffers: &Buffers, extent: &Extent) -> Result<Bytes> {
-    let length = (extent.end - extent.start) as usize;
+/// Small ones of `at` that are of one shard together, up to [`GROUP_BYTES`]; each other one alone.
+fn groups(at: &[usize], ranges: &[Extent]) -> Vec<Vec<usize>> {
+    let mut groups: Vec<(u64, Vec<usize>)> = Vec::new();
+    let mut open: HashMap<u32, usize> = HashMap::new();
+    for &at in at {
+        let Extent { shard, start, end } = ranges[at];
+        let num_bytes = end - start;
+        match open.get(&shard).map(|&group| &mut groups[group]) {
+            Some((room, group)) if *room >= num_bytes => {
+                *room -= num_bytes;
+                group.push(at);
+            }
+            _ => {
+                open.insert(shard, groups.len());
+                groups.push((GROUP_BYTES.saturating_sub(num_bytes), vec![at]));
+            }
+        }
+    }
+    groups.into_iter().map(|(_, group)| group).collect()
+}
+
+/// `extents`, which are of one shard, one behind the other.
+async fn read(source: &Source, buffers: &Buffers, extents: &[Extent]) -> Result<Bytes> {
+    let length = extents.iter().map(|extent| (extent.end - extent.start) as usize).sum();
     let (mut memory, loan) = buffers.take(length).on_loan_again();
-    let target = memory.split_to(length);
+    let piece = |extent: &Extent| (extent.range(), memory.split_to((extent.end - extent.start) as usize));
+    let mut pieces: Vec<_> = extents.iter().map(piece).collect();
     drop(memory);
-    let (store, name) = source.kept(extent);
-    store.read_into(name, extent.range(), vec![target]).await?;
+    let (store, name) = source.kept(&extents[0]);
+    match pieces.pop() {
+        // A large one is read in parts.
+        Some((range, target)) if pieces.is_empty() => store.read_into(name, range, vec![target]).await?,
+        last => {
+            pieces.extend(last);
+            store.read_pieces(name, pieces).await?;
+        }
+    }
     let memory = loan.reclaim().expect("the read has ended");
     Ok(buffers.share(memory, length))
 }
 
 /// What the shard that is `stored` is decompressed to.
 async fn whole(source: &Source, buffers: &Buffers, stored: Extent, unit: Unit) -> Result<Bytes> {
-    let compressed = read(source, buffers, &stored).await?;
+    let compressed = read(source, buffers, std::slice::from_ref(&stored)).await?;
     let length = unit.size_bytes as usize;
     let mut memory = buffers.take(length);
     // Dropped with this future.

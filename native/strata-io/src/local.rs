@@ -239,6 +239,15 @@ impl Store for LocalStore {
         join_all(reads).await.into_iter().collect()
     }
 
+    async fn read_pieces(&self, name: &str, pieces: Vec<(Range<u64>, LentMut)>) -> Result<()> {
+        let path = self.shared.path(name)?;
+        let read = move |shared: &Shared| {
+            let file = shared.open(&path, 0)?;
+            pieces.into_iter().try_for_each(|(range, target)| file.read(vec![target], range.start))
+        };
+        self.shared.run(read).await
+    }
+
     async fn read_digested(
         &self,
         name: &str,

@@ -8,6 +8,7 @@ use std::time::SystemTime;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use futures::future::join_all;
 
 use crate::digest::{DigestKind, RunningDigest};
 use crate::lent::LentMut;
@@ -125,6 +126,14 @@ pub trait Store: Debug + Send + Sync {
     /// The memory goes back to the lender when the returned future ends or, if it is dropped before,
     /// when the last operation that can touch it has ended.
     async fn read_into(&self, name: &str, range: Range<u64>, targets: Vec<LentMut>) -> Result<()>;
+
+    /// As [`Store::read_into`], several ranges of `name`, each into its target: in one go where a read costs little more
+    /// than to ask for it, else side by side.
+    async fn read_pieces(&self, name: &str, pieces: Vec<(Range<u64>, LentMut)>) -> Result<()> {
+        let reads = pieces.into_iter().map(|(range, target)| self.read_into(name, range, vec![target]));
+        // All are waited for, also after an error: the caller has its memory back when we return.
+        join_all(reads).await.into_iter().collect()
+    }
 
     /// As [`Store::read_into`], and takes a digest of what each target got: on the way, while it is in cache, where
     /// the store can.

@@ -118,15 +118,17 @@ pub fn scan(source: &(impl ReadAt + ?Sized)) -> Result<Vec<u64>> {
     Ok(bounds)
 }
 
-/// Zeros say that an archive ends; without them it may have been cut, and with more behind them it has a second part.
+/// Two blocks of zeros say that an archive ends, and the first of them, at `at`, has been seen if it is there. Without them
+/// it may have been cut, and with more behind them it has a second part.
 fn check_end(source: &(impl ReadAt + ?Sized), at: u64) -> Result<()> {
-    let mut rest = vec![0; source.size().saturating_sub(at).min(128 * BLOCK) as usize];
-    source.read_exact_at(at, &mut rest)?;
-    if rest.len() < BLOCK as usize {
-        return damage(at, "expected a block of zeros, which ends an archive, found the end");
+    let second = at + BLOCK;
+    let mut rest = vec![0; source.size().saturating_sub(second).min(128 * BLOCK) as usize];
+    let found = source.read_at(second, &mut rest)?;
+    if found < BLOCK as usize {
+        return damage(at, "expected two blocks of zeros, which end an archive, found the end");
     }
-    match rest.iter().position(|&byte| byte != 0) {
-        Some(more) => damage(at + more as u64, "expected nothing but zeros behind the end of the archive"),
+    match rest[..found].iter().position(|&byte| byte != 0) {
+        Some(more) => damage(second + more as u64, "expected nothing but zeros behind the end of the archive"),
         None => Ok(()),
     }
 }
