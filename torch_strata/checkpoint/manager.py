@@ -26,7 +26,7 @@ from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._ranks import DAMAGE, Ranks
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
 from torch_strata.checkpoint._run_settings import check_choice, check_span, check_store, policy_of, root_of
-from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
+from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, admit, retain
 from torch_strata.checkpoint._store import check_flag, open_store, place_below, resolve_config
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
@@ -189,6 +189,7 @@ class CheckpointManager:
 
         def write() -> SaveStats:
             started = time.monotonic()
+            admit(self._run, self._root, order)
             self._hold_right()
             raw = self._run.save_bytes(
                 taken, order.as_native(), save_id=os.urandom(16).hex(), overwrite=order.overwrite, transfer=transfer
