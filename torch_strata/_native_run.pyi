@@ -62,6 +62,7 @@ class Run:
 
         Raises:
             CheckpointNotFoundError: If nothing is.
+            CorruptionError: If its manifest is lost, or cannot be read.
         """
     def check_new(self, step: int, checkpoint_type: str, *, overwrite: bool) -> tuple[str | None, str | None]:
         """Whether one of `step` may be saved now; the folder to which it may refer, if any, and what it replaces.

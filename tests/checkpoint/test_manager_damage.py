@@ -74,6 +74,9 @@ def test_a_newest_that_has_lost_its_manifest_is_passed_over_said_so_and_saved_ag
     assert told(caplog, logging.ERROR, "step-3 is damaged and is passed over") == 1
     with pytest.raises(CorruptionError, match="step-3"):
         manager.load(3)
+    for call in (lambda: manager.verify(3), lambda: manager.hold(3, "me").__enter__()):
+        with pytest.raises(CorruptionError, match="step-3"):
+            call()
     assert [one.step for one in manager.all()] == [1, 2]
     manager.apply_retention()
     assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2", "step-3"]

@@ -181,12 +181,15 @@ impl Run {
     /// What is committed in the folder `name`.
     ///
     /// # Errors
-    /// [`Error::NotFound`] if nothing is.
+    /// [`Error::NotFound`] if nothing is; [`Error::Manifest`] if what is cannot be told any more.
     pub async fn found(&self, name: &str) -> Result<CheckpointMetadata> {
         let url = format!("{}/{name}", self.root.url());
-        let found = folder_of(&*self.root, name).await?;
-        let detail = || Error::NotFound { url, detail: "nothing is committed there".to_owned() };
-        found.and_then(|listed| listed.metadata(self.root.url())).ok_or_else(detail)
+        let listed = folder_of(&*self.root, name).await?;
+        if let Some(State::Unreadable(detail)) = listed.as_ref().map(|listed| &listed.state) {
+            return Err(Error::Manifest { object: url, detail: detail.clone() });
+        }
+        let nothing = || Error::NotFound { url, detail: "nothing is committed there".to_owned() };
+        listed.and_then(|listed| listed.metadata(self.root.url())).ok_or_else(nothing)
     }
 
     /// What a sweep would do now.

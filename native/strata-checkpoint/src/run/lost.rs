@@ -6,7 +6,7 @@ use strata_io::{ObjectInfo, Store};
 use super::catalog::State;
 use super::parse_folder;
 use crate::Result;
-use crate::manifest::RANKS_FOLDER;
+use crate::manifest::{FOLDER, RANKS_FOLDER};
 use crate::names::{id_of_data_object, is_our_data_object, is_our_safetensors};
 use crate::open::{RETIRED, carries, marked, metadata_name, metadata_tail};
 use crate::servable::INDEX_NAME;
@@ -44,6 +44,10 @@ async fn orphaned_index(run_root: &dyn Store, folder: &str, objects: &[ObjectInf
     let retired: Vec<&str> = marked(objects, RETIRED).collect();
     let ids = objects.iter().filter_map(|object| id_of_data_object(&object.name));
     let ids: Vec<&str> = ids.filter(|id| !retired.contains(id)).collect();
+    // Nothing is asked for where all that is there is a stranger's.
+    if ids.is_empty() && objects.iter().all(|object| !object.name.starts_with(FOLDER)) {
+        return Ok(None);
+    }
     let is_only_ours = !ids.is_empty() && objects.iter().all(|object| !is_data_of_others(&object.name));
     for name in [metadata_name(None), INDEX_NAME.to_owned()] {
         if objects.iter().all(|object| object.name != name) {

@@ -1,11 +1,13 @@
 //! A checkpoint of ours whose manifest is lost or blank is known as damaged, not as somebody else's.
 
 use bytes::Bytes;
+use strata_checkpoint::Error;
 use strata_checkpoint::run::Part;
 use strata_checkpoint::run::catalog::{State, catalog};
 use strata_checkpoint::run::life::Run as Life;
 use strata_checkpoint::run::retention::Policy;
 use strata_io::schedule::ByteBudget;
+use strata_io::testing::{CountingStore, Counts};
 use strata_io::{PutMode, Store};
 
 use super::{Arc, Duration, Run, memory};
@@ -46,6 +48,8 @@ async fn a_checkpoint_that_has_lost_its_manifest_is_damaged_and_may_be_replaced_
     let State::Unreadable(why) = state_of(&run, "step-2").await else { panic!("not damaged") };
     assert!(why.contains("step-2: damaged: the manifest of what was committed here is lost"), "{why}");
     assert_eq!(life.all().await.expect("listed").len(), 1);
+    assert!(matches!(life.found("step-2").await, Err(Error::Manifest { .. })));
+    assert!(matches!(life.pin("step-2", "me").await, Err(Error::Manifest { .. })));
     let admitted = life.check_new(2, Part::Whole, false).await.expect("allowed");
     assert_eq!((admitted.parent.as_deref(), admitted.replaces), (Some("step-1"), Some(why)));
     let swept = run.sweep(1).await.expect("swept");
@@ -84,6 +88,23 @@ async fn what_a_save_over_a_stranger_has_left_does_not_make_the_stranger_ours() 
     }
     assert!(matches!(state_of(&run, "step-3").await, State::Foreign));
     life.check_new(3, Part::Whole, false).await.expect_err("refused");
+}
+
+#[tokio::test]
+async fn a_stranger_costs_no_request_of_its_own() {
+    let (run, _) = two_checkpoints().await;
+    let requests = async || {
+        let counting = Arc::new(CountingStore::new(run.root.clone(), Counts::default()));
+        let store: Arc<dyn Store> = counting.clone();
+        catalog(&store).await.expect("listed");
+        counting.hook().all().values().map(|(requests, _)| requests).sum::<u64>()
+    };
+    let before = requests().await;
+    for name in ["step-3/.metadata", "step-3/__0_0.distcp"] {
+        run.root.put(name, Bytes::from("theirs"), PutMode::Create).await.expect("put");
+    }
+    assert!(matches!(state_of(&run, "step-3").await, State::Foreign));
+    assert_eq!(requests().await, before);
 }
 
 #[tokio::test]
