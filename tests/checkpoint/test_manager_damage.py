@@ -71,7 +71,7 @@ def test_a_newest_that_has_lost_its_manifest_is_passed_over_said_so_and_saved_ag
     WAYS[way](root / "step-3")
     manager = CheckpointManager(root, keep_count=2)
     assert [step_of(manager), step_of(manager)] == [2, 2]
-    assert told(caplog, logging.ERROR, "step-3 is damaged and is passed over") == 1
+    assert told(caplog, logging.ERROR, "step-3 is passed over, for its manifest cannot be read") == 1
     with pytest.raises(CorruptionError, match="step-3"):
         manager.load(3)
     for call in (lambda: manager.verify(3), lambda: manager.hold(3, "me").__enter__()):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch_strata import _native
 from torch_strata.checkpoint.run import CheckpointMetadata, CheckpointType, ListedCheckpoint
-from torch_strata.errors import CorruptionError
+from torch_strata.errors import ManifestError
 
 __all__ = ["PassedOver", "whole_in"]
 
@@ -37,23 +37,22 @@ class PassedOver:
             if step is None or step <= newest or one.folder in self._told:
                 continue
             where = f"{self._root}/{one.folder}"
-            stays = "no policy removes it, a save of its step replaces it"
             if one.state == "unreadable":
-                _logger.error("%s is damaged and is passed over; %s: %s", where, stays, one.detail)
+                _logger.error("%s is passed over, for its manifest cannot be read: %s", where, one.detail)
             elif one.is_quarantined and not one.is_abandoned:
-                _logger.warning("%s was found damaged before and is passed over; %s", where, stays)
+                _logger.warning("%s was found damaged before and is passed over", where)
             else:
                 continue
             self._told.add(one.folder)
 
-    def error(self, which: int | str, listed: Sequence[ListedCheckpoint]) -> CorruptionError | None:
+    def error(self, which: int | str, listed: Sequence[ListedCheckpoint]) -> ManifestError | None:
         """If what was asked for is there and damaged: whoever finds nothing would begin the training anew."""
         if isinstance(which, int):
             wanted = {_native.run_folder(which, kind.value) for kind in CheckpointType}
         else:
             wanted = {one.folder for one in listed if _whole_step(one.folder) is not None}
         faults = [one.detail for one in listed if one.state == "unreadable" and one.folder in wanted]
-        return CorruptionError("; ".join(faults)) if faults else None
+        return ManifestError("; ".join(faults)) if faults else None
 
 
 def _whole_step(folder: str) -> int | None:

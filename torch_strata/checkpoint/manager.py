@@ -375,6 +375,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: If there is none.
+            CorruptionError: If its manifest is lost, or cannot be read.
         """
         return held(self._run, folder_of(step, checkpoint_type), who)
 
@@ -389,6 +390,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: If there is none.
+            CorruptionError: If its manifest is lost, or cannot be read.
         """
         folder = folder_of(step, checkpoint_type)
         found = CheckpointMetadata.of_native(self._run.found(folder))
