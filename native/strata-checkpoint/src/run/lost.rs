@@ -1,14 +1,14 @@
 //! What a folder of a run holds in which no manifest counts: somebody else's checkpoint, one of ours that has lost its
 //! manifest, or none. Removes and mends nothing.
 
-use strata_io::{ObjectInfo, Store};
+use strata_io::{Error as IoError, ObjectInfo, Store};
 
 use super::catalog::State;
 use super::parse_folder;
 use crate::Result;
 use crate::manifest::{FOLDER, RANKS_FOLDER};
 use crate::names::{id_of_data_object, is_our_data_object, is_our_safetensors};
-use crate::open::{RETIRED, carries, marked, metadata_name, metadata_tail};
+use crate::open::{RETIRED, carries, marked, metadata_name, metadata_tail, or_empty};
 use crate::servable::INDEX_NAME;
 use crate::stock_pickle::SEAL;
 
@@ -26,6 +26,7 @@ pub(super) async fn without_manifest(
         return Ok(Some(State::Foreign));
     }
     if is_ours && let Some(index) = orphaned_index(run_root, folder, objects).await? {
+        check_unchanged(run_root, folder, objects).await?;
         return Ok(Some(State::Unreadable(format!(
             "{}/{folder}: damaged: the manifest of what was committed here is lost; StrataReader still reads it by \
              {index}, without digests",
@@ -62,6 +63,22 @@ async fn orphaned_index(run_root: &dyn Store, folder: &str, objects: &[ObjectInf
         }
     }
     Ok(None)
+}
+
+/// A listing is not of one moment: a commit may have come after its manifests were listed and before the index was.
+///
+/// # Errors
+/// [`IoError::NotFound`] if more is there by now, after which whoever looks looks again.
+async fn check_unchanged(run_root: &dyn Store, folder: &str, objects: &[ObjectInfo]) -> Result<()> {
+    let listed = or_empty(run_root.list(&format!("{folder}/{FOLDER}")).await)?;
+    let is_known =
+        |path: &str| objects.iter().any(|object| path.strip_prefix(folder) == Some(&format!("/{}", object.name)));
+    match listed.into_iter().find(|object| !is_known(&object.name)) {
+        Some(ObjectInfo { name: object, .. }) => {
+            Err(IoError::NotFound { object, detail: "it was not listed before".to_owned() }.into())
+        }
+        None => Ok(()),
+    }
 }
 
 fn is_index(name: &str) -> bool {

@@ -1,5 +1,6 @@
 //! A checkpoint of ours whose manifest is lost or blank is known as damaged, not as somebody else's.
 
+use async_trait::async_trait;
 use bytes::Bytes;
 use strata_checkpoint::Error;
 use strata_checkpoint::run::Part;
@@ -7,7 +8,7 @@ use strata_checkpoint::run::catalog::{State, catalog};
 use strata_checkpoint::run::life::Run as Life;
 use strata_checkpoint::run::retention::Policy;
 use strata_io::schedule::ByteBudget;
-use strata_io::testing::{CountingStore, Counts};
+use strata_io::testing::{CountingStore, Counts, Hook, Hooked, Request};
 use strata_io::{PutMode, Store};
 
 use super::{Arc, Duration, Run, memory};
@@ -88,6 +89,36 @@ async fn what_a_save_over_a_stranger_has_left_does_not_make_the_stranger_ours() 
     }
     assert!(matches!(state_of(&run, "step-3").await, State::Foreign));
     life.check_new(3, Part::Whole, false).await.expect_err("refused");
+}
+
+/// Commits when the manifests of step-2 are listed by themselves.
+#[derive(Debug)]
+struct CommitsMeanwhile {
+    root: Arc<dyn Store>,
+    name: String,
+    manifest: Bytes,
+}
+
+#[async_trait]
+impl Hook for CommitsMeanwhile {
+    async fn before(&self, request: &Request<'_>) -> strata_io::Result<()> {
+        if request.name == "step-2/.strata/" {
+            self.root.put(&self.name, self.manifest.clone(), PutMode::Overwrite).await?;
+        }
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_commit_in_the_middle_of_a_listing_does_not_look_like_a_lost_manifest() {
+    let (run, _) = two_checkpoints().await;
+    let name = manifest_of(&run, "step-2").await;
+    let manifest = run.root.read(&name, None).await.expect("read");
+    run.root.delete(&name).await.expect("deleted");
+    let hook = CommitsMeanwhile { root: run.root.clone(), name, manifest };
+    let store: Arc<dyn Store> = Arc::new(Hooked::new(run.root.clone(), hook));
+    let listed = catalog(&store).await.expect("listed");
+    assert!(listed.iter().all(|one| matches!(one.state, State::Committed(_))), "{listed:?}");
 }
 
 #[tokio::test]
