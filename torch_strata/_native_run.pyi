@@ -62,11 +62,13 @@ class Run:
 
         Raises:
             CheckpointNotFoundError: If nothing is.
+            CorruptionError: If its manifest is lost, or cannot be read.
         """
-    def check_new(self, step: int, checkpoint_type: str, *, overwrite: bool) -> str | None:
-        """Whether one of `step` may be saved now; the folder to which it may refer, if any.
+    def check_new(self, step: int, checkpoint_type: str, *, overwrite: bool) -> tuple[str | None, str | None]:
+        """Whether one of `step` may be saved now; the folder to which it may refer, if any, and what it replaces.
 
-        That is the newest whole checkpoint, unless it has something in common with one that was found damaged.
+        The first is the newest whole checkpoint, unless it has something in common with one that was found damaged. The
+        second says what is wrong with the checkpoint of that step, if one is there that is known to be damaged.
 
         Raises:
             CheckpointExistsError: If there is one, ours or somebody else's, that may not be replaced.

@@ -375,7 +375,7 @@ def test_a_step_is_saved_once_and_never_backwards_unless_taken_back(manager: Che
     with pytest.raises(CheckpointExistsError, match="step-20"):
         saved(manager, 20)
     saved(manager, 20, overwrite=True)
-    with pytest.raises(CheckpointError, match=r"step 15 lies before step 20.*rollback\(15\)"):
+    with pytest.raises(CheckpointError, match=r"step 15 lies before step 20.*call rollback\(10\) first"):
         saved(manager, 15)
     assert manager.rollback(10) == ["step-20"]
     saved(manager, 15)

@@ -34,7 +34,7 @@ from torch_strata.errors import CheckpointError, StrataError
 if TYPE_CHECKING:
     from torch_strata._types import RunInfo, StockParts
 
-__all__ = ["OnTorn", "RunWriter", "retain"]
+__all__ = ["OnTorn", "RunWriter", "admit", "retain"]
 
 _logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class RunWriter(StrataWriter):
         """
         if self._commits:
             order = self._order
-            parent = self._run.check_new(order.step, order.checkpoint_type.value, overwrite=order.overwrite)
+            parent = admit(self._run, self._root, order)
             self._record.learn_newest(self._run, order)
             if order.checkpoint_type is CheckpointType.INCREMENTAL:
                 self._parent = parent
@@ -212,6 +212,19 @@ def _are_whole(items: Sequence[WriteItem]) -> bool:
         return np.array_equal(items.columns.lengths, items.columns.shared.sizes)
     chunks = (item.tensor_data for item in items if item.tensor_data is not None)
     return all(data.chunk.sizes == data.size for data in chunks)
+
+
+def admit(run: _native.Run, root: str, order: SaveOrder) -> str | None:
+    """Folder of the checkpoint to which the save may refer, if any. A damaged one that it replaces is told in the log.
+
+    Raises:
+        CheckpointExistsError: If the step is saved already, by whomever.
+        CheckpointError: If the run has gone further; if somebody holds what would be replaced.
+    """
+    parent, damage = run.check_new(order.step, order.checkpoint_type.value, overwrite=order.overwrite)
+    if damage is not None:
+        _logger.warning("%s/%s: is damaged, and this save replaces it: %s", root, order.folder, damage)
+    return parent
 
 
 def retain(run: _native.Run, root: str, record: RunRecord) -> None:

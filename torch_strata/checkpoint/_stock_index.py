@@ -60,8 +60,8 @@ def check_stock_index(store: _native.Store, opened: Opened, *, rank: int | None)
             return IndexFindings(problems=(f"{where}: its content is not that of the digest behind it; {needed}",))
         stock = load_stock_metadata(content, where)
     except ObjectNotFoundError:
-        if opened.native.is_encoded:
-            return IndexFindings()  # stock could not read what it names
+        if opened.native.is_encoded or opened.holds_bytes:
+            return IndexFindings()  # stock could not read what is there
         note = f"{where} is not there: a save ended before it was written, and stock readers find nothing here"
         return IndexFindings(notes=(f"{note} until the next save",))
     except StorageError as error:

@@ -115,7 +115,7 @@ def _open_parent(root: str, folder: str, config: StorageConfig) -> _native.Paren
 
 
 def _passed_over(one: ListedCheckpoint) -> str | None:
-    if one.state == "uncommitted":
+    if one.state in ("uncommitted", "kept"):
         return "nothing is committed in it"
     if one.state == "unreadable":
         return one.detail

@@ -23,11 +23,12 @@ from torch_strata.checkpoint._generation import Claim, claimed, newest_generatio
 from torch_strata.checkpoint._holds import held, release
 from torch_strata.checkpoint._keys import KEYS_KEY, KeyNotes
 from torch_strata.checkpoint._order import SaveOrder, check_step, folder_of, make_order
+from torch_strata.checkpoint._passed_over import PassedOver, whole_in
 from torch_strata.checkpoint._payload import Trusted
 from torch_strata.checkpoint._ranks import DAMAGE, Ranks
 from torch_strata.checkpoint._rng import RNG_KEY, capture_rng
 from torch_strata.checkpoint._run_settings import check_choice, check_span, check_store, policy_of, root_of
-from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, retain
+from torch_strata.checkpoint._run_writer import OnTorn, RunWriter, admit, retain
 from torch_strata.checkpoint.async_save import OnFailure, async_save, in_turn
 from torch_strata.checkpoint.checkpoint_handle import CheckpointHandle
 from torch_strata.checkpoint.handle import SaveHandle, UnseenSaves
@@ -127,7 +128,7 @@ class CheckpointManager:
             "trusted_classes": checked_classes(trusted_classes),
         }
         self._claim, self._unseen = Claim(self._root, self._config), UnseenSaves()
-        self._notes = KeyNotes(self._root)
+        self._notes, self._passed_over = KeyNotes(self._root), PassedOver(self._root)
 
     @property
     def storage_path(self) -> str:
@@ -189,6 +190,7 @@ class CheckpointManager:
 
         def write() -> SaveStats:
             started = time.monotonic()
+            admit(self._run, self._root, order)
             self._hold_right()
             raw = self._run.save_bytes(
                 taken, order.as_native(), save_id=os.urandom(16).hex(), overwrite=order.overwrite, transfer=transfer
@@ -250,7 +252,7 @@ class CheckpointManager:
 
         A step of which only the model and the optimizer were saved is both of them, under the keys ``model`` and
         ``optimizer``; the newest and the best are always whole checkpoints. With "latest", a checkpoint that turns out
-        to be damaged is set aside, said so, and the one before is loaded; nothing of it is removed.
+        to be damaged is set aside, said so, and the one before is loaded. No policy removes it, but a save of its step.
 
         Args:
             which: A step, the newest, or the best by the policy's one KeepBest.
@@ -278,8 +280,11 @@ class CheckpointManager:
             # Listed again after each: another process may have saved, and removed what it does not keep.
             candidates = self._ranks.agree(lambda: self._candidates(which))
             found = next((found for found in candidates if found[0].id not in tried), None)
+            if found is None and tried:
+                raise next(reversed(tried.values()))
             if found is None:
-                raise next(reversed(tried.values())) if tried else self._none(which, self.listed())
+                listed = self.listed()
+                raise self._passed_over.error(which, listed) or self._none(which, listed)
             try:
                 return restore(
                     found, self._run, state, ranks=self._ranks, rng=rng, config=self._config, **self._reading
@@ -289,6 +294,7 @@ class CheckpointManager:
                     raise
                 if isinstance(error, DAMAGE):  # and not removed before it was opened, or on no disk of this rank
                     set_aside(found[0], self._run, error, marks=self._ranks.number == 0)
+                    self._passed_over.note(found[0].path)
                 tried[found[0].id] = error
 
     def latest(self) -> CheckpointMetadata | None:
@@ -369,6 +375,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: If there is none.
+            CorruptionError: If its manifest is lost, or cannot be read.
         """
         return held(self._run, folder_of(step, checkpoint_type), who)
 
@@ -383,6 +390,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: If there is none.
+            CorruptionError: If its manifest is lost, or cannot be read.
         """
         folder = folder_of(step, checkpoint_type)
         found = CheckpointMetadata.of_native(self._run.found(folder))
@@ -444,7 +452,7 @@ class CheckpointManager:
             _logger.error("%s: %s: %s", self._root, type(failure).__name__, failure)
 
     def _whole(self) -> list[CheckpointMetadata]:
-        return [found for found in self.all() if found.checkpoint_type.is_whole]
+        return whole_in(self.listed())
 
     def _hold_right(self) -> None:
         """The right to commit and to remove: the one that this process's writers have too."""
@@ -456,7 +464,9 @@ class CheckpointManager:
     def _candidates(self, which: int | str) -> list[list[CheckpointMetadata]]:
         """Each a whole checkpoint, or the parts of a step."""
         if which == "latest":
-            return [[found] for found in reversed(self._whole())]
+            listed = self.listed()
+            self._passed_over.tell(listed)
+            return [[found] for found in reversed(whole_in(listed))]
         if which == "best":
             best = self.best()
             return [] if best is None else [[best]]

@@ -96,8 +96,9 @@ class ListedCheckpoint:
     Attributes:
         folder: Its name.
         state: ``committed``; ``foreign``: somebody else's checkpoint; ``uncommitted``: a save that has not ended, or
-            what is left of one; ``unreadable``: no manifest in it can be read.
-        detail: Why it is unreadable.
+            what is left of one; ``kept``: a policy took it, and others need its data; ``unreadable``: it is damaged,
+            for no manifest in it can be read, or the manifest is lost.
+        detail: Why it is unreadable; what it is kept for.
         metadata: What is committed.
         is_quarantined: Whether it was found damaged; it is passed over.
         is_abandoned: Whether the run was taken back behind it.
@@ -158,6 +159,7 @@ def what_else_there_is(listed: Sequence[ListedCheckpoint]) -> list[str]:
         ("found damaged", [one for one in listed if one.is_quarantined]),
         ("left behind by rollback", [one for one in listed if one.is_abandoned and not one.is_quarantined]),
         ("unreadable", [one for one in listed if one.state == "unreadable"]),
+        ("kept only for their data, which others need", [one for one in listed if one.state == "kept"]),
         ("not committed", [one for one in listed if one.state == "uncommitted"]),
     )
     return [f"{_names(found)}: {what}" for what, found in kinds if found]

@@ -59,7 +59,7 @@ def _verify_run(
     counts = dict.fromkeys(_WORDS, 0)
     with bar("verify", sum(one.metadata.size_bytes for one in listed if one.metadata)) as progress:
         for one in listed:
-            if one.state == "uncommitted":
+            if one.state in ("uncommitted", "kept"):
                 continue
             described, status = _verify_one(place_below(root, one.folder), one, config, progress)
             found[one.folder] = described

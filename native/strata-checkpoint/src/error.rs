@@ -67,7 +67,7 @@ pub enum Error {
         number: u64,
     },
     /// A newer run has claimed the run root.
-    #[error("{url}: generation {found} has been claimed, this run holds {held}; nothing was published")]
+    #[error("{url}: {}; nothing was published", replaced(*found, *held))]
     StaleGeneration {
         /// The run root.
         url: String,
@@ -79,4 +79,22 @@ pub enum Error {
     /// The save or the load as planned does not fit together.
     #[error("{0}")]
     Plan(String),
+}
+
+/// How a run has lost its right, and what to do.
+fn replaced(found: u64, held: u64) -> String {
+    if found == 0 {
+        return "no claim is left there: the folder of the run was removed; a new CheckpointManager begins anew"
+            .to_owned();
+    }
+    if found < held {
+        return format!(
+            "generation {held}, which this process claimed, is not there any more, and {found} is the newest, as where a \
+             backup was put back; a new process can go on"
+        );
+    }
+    format!(
+        "another process has taken the run over: it claimed generation {found}, this process holds {held} and can save \
+         and remove nothing more there, whatever manager it makes; to take the run over again, start a new process"
+    )
 }

@@ -28,6 +28,11 @@ pub fn is_our_safetensors(name: &str) -> bool {
     matches(name, "model-", '-', ".safetensors")
 }
 
+/// The id of the save that wrote `name`, if it is [`is_our_data_object`].
+pub(crate) fn id_of_data_object(name: &str) -> Option<&str> {
+    is_our_data_object(name).then(|| name.split('.').nth(1))?
+}
+
 fn matches(name: &str, head: &str, between: char, tail: &str) -> bool {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     let is_id = |text: &str| text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit());

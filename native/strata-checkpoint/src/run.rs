@@ -4,6 +4,7 @@ mod admission;
 pub mod catalog;
 mod leftovers;
 pub mod life;
+mod lost;
 pub mod manager;
 pub mod retention;
 pub mod sweep;

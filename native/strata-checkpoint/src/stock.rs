@@ -15,6 +15,7 @@ use crate::manifest::{FOLDER, Manifest};
 use crate::names::{is_inside, is_our_data_object};
 use crate::open::{Checkpoint, Source};
 use crate::record::StockEntry;
+use crate::stock_pickle::is_sealed;
 use crate::{Error, Result};
 
 /// Heads and tails read at a time; the store bounds its own concurrency below this.
@@ -75,12 +76,13 @@ impl Checkpoint {
 
     /// What is wrong with a stock checkpoint whose data is ours: it had a manifest, and so digests.
     pub(crate) fn lost_manifest(&self, url: &str) -> Option<String> {
-        let is_ours = |object: &&Object| is_our_data_object(&object.name);
-        let object = self.manifest.objects.iter().find(is_ours).filter(|_| matches!(self.source, Source::Stock(_)))?;
+        let Source::Stock(index) = &self.source else { return None };
+        let ours = self.manifest.objects.iter().map(|object| &*object.name).find(|name| is_our_data_object(name));
+        // What refers to others for all that it holds has no data of its own.
+        let ours = ours.or_else(|| is_sealed(index).map(|_| ".metadata"))?;
         Some(format!(
-            "{url}: no manifest in {FOLDER} is of the save that wrote {}; it is read by .metadata alone, without its \
-             digests",
-            object.name
+            "{url}: no manifest in {FOLDER} is of the save that wrote {ours}; it is read by .metadata alone, without its \
+             digests"
         ))
     }
 }

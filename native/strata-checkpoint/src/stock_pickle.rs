@@ -38,7 +38,7 @@ pub struct StockParts {
 }
 
 /// The end of a sealed index. Before it stands the XXH3-128 of all before that.
-const SEAL: &[u8; 8] = b"STRATAX\n";
+pub(crate) const SEAL: &[u8; 8] = b"STRATAX\n";
 
 /// The index with a digest behind it. Whoever unpickles it reads no further than the pickle's end.
 pub(crate) fn seal(mut index: Vec<u8>) -> Vec<u8> {

@@ -389,8 +389,12 @@ fn failure(operation: &'static str, path: &Path, error: io::Error) -> Error {
 /// Which part of `path` is no directory.
 fn in_the_way(path: &Path) -> String {
     let is_file = |at: &&Path| fs::metadata(at).is_ok_and(|metadata| !metadata.is_dir());
-    match path.ancestors().find(is_file) {
-        Some(file) => format!("expected a directory at {}, found a file", file.display()),
+    let leads_nowhere = |at: &&Path| fs::symlink_metadata(at).is_ok() && !at.exists();
+    if let Some(file) = path.ancestors().find(is_file) {
+        return format!("expected a directory at {}, found a file", file.display());
+    }
+    match path.ancestors().find(leads_nowhere) {
+        Some(link) => format!("expected a directory at {}, found a link to what is not there", link.display()),
         None => io::Error::from(io::ErrorKind::NotADirectory).to_string(),
     }
 }

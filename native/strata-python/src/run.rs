@@ -39,6 +39,9 @@ type RawListed = (String, &'static str, String, Option<RawMetadata>, bool, bool,
 /// step, epoch, type, metadata, metrics.
 pub(crate) type RawRunInfo = (u64, u64, String, BTreeMap<String, String>, BTreeMap<String, f64>);
 
+/// Folder to which a save may refer, what is wrong with the checkpoint that it replaces.
+type RawAdmitted = (Option<String>, Option<String>);
+
 /// folders removed, checkpoints kept, objects, bytes, notes.
 type RawSwept = (Vec<String>, u64, u64, u64, Vec<String>);
 
@@ -76,6 +79,7 @@ fn raw_listed(listed: Listed, root: &str) -> RawListed {
         }
         State::Foreign => ("foreign", String::new(), Vec::new()),
         State::Uncommitted => ("uncommitted", String::new(), Vec::new()),
+        State::Kept(users) => ("kept", format!("for {}", users.join(", ")), Vec::new()),
         State::Unreadable(fault) => ("unreadable", fault.clone(), Vec::new()),
     };
     refers_to.sort();
@@ -164,9 +168,10 @@ impl Run {
     }
 
     #[pyo3(signature = (step, checkpoint_type, *, overwrite))]
-    fn check_new(&self, py: Python<'_>, step: u64, checkpoint_type: &str, overwrite: bool) -> PyResult<Option<String>> {
+    fn check_new(&self, py: Python<'_>, step: u64, checkpoint_type: &str, overwrite: bool) -> PyResult<RawAdmitted> {
         let (run, part) = (self.open()?, type_of(checkpoint_type)?.part());
-        wait(py, async move { run.check_new(step, part, overwrite).await })
+        let admitted = wait(py, async move { run.check_new(step, part, overwrite).await })?;
+        Ok((admitted.parent, admitted.replaces))
     }
 
     #[pyo3(signature = (data, run_info, *, save_id, overwrite, transfer))]

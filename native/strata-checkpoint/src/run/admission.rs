@@ -6,12 +6,23 @@ use super::catalog::{Listed, State};
 use super::{Part, folder};
 use crate::{Error, Result};
 
+/// What a run allows for a save.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Admitted {
+    /// Folder of the checkpoint to which an incremental save may refer.
+    pub parent: Option<String>,
+    /// What is wrong with the checkpoint that the save replaces, if one is there, and known to be damaged.
+    pub replaces: Option<String>,
+}
+
 /// Whether a checkpoint of this step and part may be saved beside those in `listed`. `url`: of the run's root.
+///
+/// One that is damaged may be replaced by the same step: a training that has resumed before it comes to it again.
 ///
 /// # Errors
 /// [`Error::Exists`] if there is one, ours or somebody else's, and `overwrite` is not set; [`Error::Plan`] if somebody
 /// holds what would be replaced, or if the run has gone further.
-pub(super) fn admit(listed: &[Listed], url: &str, step: u64, part: Part, overwrite: bool) -> Result<()> {
+pub(super) fn admit(listed: &[Listed], url: &str, step: u64, part: Part, overwrite: bool) -> Result<Admitted> {
     let name = folder(step, part);
     let place = || format!("{url}/{name}");
     let usable: Vec<_> = usable(listed).filter(|listed| listed.part() == Some(part)).collect();
@@ -28,12 +39,14 @@ pub(super) fn admit(listed: &[Listed], url: &str, step: u64, part: Part, overwri
         )));
     }
     if let Some(newest) = steps().max().filter(|newest| *newest > step) {
+        let before = steps().filter(|saved| *saved < step).max().unwrap_or(0);
         return Err(Error::Plan(format!(
             "{url}: step {step} lies before step {newest}, which is saved already: who resumes would go on from that \
-             one; call rollback({step}) first if the run was taken back"
+             one; call rollback({before}) first if the run was taken back"
         )));
     }
-    Ok(())
+    let replaces = there.and_then(|listed| listed.damage().map(str::to_owned));
+    Ok(Admitted { parent: parent(listed, url, step), replaces })
 }
 
 /// Folder of the checkpoint to which an incremental one of `step` may refer: the newest whole one, if nothing of it is
@@ -41,7 +54,7 @@ pub(super) fn admit(listed: &[Listed], url: &str, step: u64, part: Part, overwri
 ///
 /// Of a checkpoint that was found damaged nobody knows which of its objects are, its own or one that it refers to. So
 /// what has any of them in common is not referred to, or the damage would go on into all that is saved from then on.
-pub(super) fn parent(listed: &[Listed], url: &str, step: u64) -> Option<String> {
+fn parent(listed: &[Listed], url: &str, step: u64) -> Option<String> {
     let doubtful: BTreeSet<&str> = listed.iter().filter(|listed| listed.is_quarantined).flat_map(owners).collect();
     let whole = usable(listed).filter(|listed| listed.part() == Some(Part::Whole));
     let newest = whole.filter_map(|listed| Some((listed.metadata(url)?.step, listed))).max_by_key(|(step, _)| *step);

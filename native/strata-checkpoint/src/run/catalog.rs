@@ -6,11 +6,11 @@ use std::sync::Arc;
 use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::{Error as IoError, ObjectInfo, Store};
 
+use super::lost::without_manifest;
 use super::{CheckpointMetadata, CheckpointType, Part, parse_folder};
-use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, RANKS_FOLDER, decode_head, head_bytes};
-use crate::names::is_our_safetensors;
+use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, decode_head, head_bytes};
+use crate::names::is_our_data_object;
 use crate::open::{OPEN_TRIES, RETIRED, marked, or_empty};
-use crate::servable::INDEX_NAME;
 use crate::{Error, Result};
 
 /// Read at once of a manifest; most heads are shorter.
@@ -60,7 +60,7 @@ pub struct Listed {
     pub save_ids: BTreeSet<String>,
     /// Manifests and objects of checkpoints that retention has taken.
     pub retired: BTreeSet<String>,
-    /// What a manifest is that cannot be read, though another one can.
+    /// What a manifest is that cannot be read, though another one may be, or that one is lost.
     pub fault: Option<String>,
     /// Every object in it, by its name in the folder.
     pub objects: Vec<ObjectInfo>,
@@ -95,7 +95,9 @@ pub enum State {
     Foreign,
     /// Nothing; objects of ours are there.
     Uncommitted,
-    /// Manifests of which none can be read, and why: torn, or of a newer version of the format.
+    /// Nothing any more: a checkpoint that retention took, whose data these others still refer to, by their folders.
+    Kept(Vec<String>),
+    /// Manifests of which none can be read, and why: torn, lost, or of a newer version of the format.
     Unreadable(String),
 }
 
@@ -128,7 +130,20 @@ impl Listed {
                 Some(manifest.run.as_ref().map_or(Part::Whole, |run| run.checkpoint_type.part()))
             }
             State::Foreign => Some(Part::Whole),
-            State::Uncommitted | State::Unreadable(_) => None,
+            State::Uncommitted | State::Kept(_) | State::Unreadable(_) => None,
+        }
+    }
+
+    /// Whether nothing is committed here, and nothing was that retention has not taken.
+    pub(super) fn is_uncommitted(&self) -> bool {
+        matches!(self.state, State::Uncommitted | State::Kept(_))
+    }
+
+    /// Why what was committed here is damaged, if that is known; None too if the run was taken back behind it.
+    pub(super) fn damage(&self) -> Option<&str> {
+        match &self.state {
+            State::Unreadable(fault) => Some(fault),
+            _ => (self.is_quarantined && !self.is_abandoned).then_some("it was found damaged"),
         }
     }
 }
@@ -160,7 +175,27 @@ pub(super) async fn catalog_again(run_root: &Arc<dyn Store>, known: &Known) -> R
         async move { look(&*run_root, folder, objects, known).await }
     });
     let found: Vec<Option<Listed>> = stream::iter(looks).buffered(CONCURRENCY).try_collect().await?;
-    Ok(found.into_iter().flatten().collect())
+    let mut listed: Vec<Listed> = found.into_iter().flatten().collect();
+    note_kept(&mut listed);
+    Ok(listed)
+}
+
+/// Tells what is kept for others from what saves have left.
+fn note_kept(listed: &mut [Listed]) {
+    let mut users: HashMap<String, BTreeSet<String>> = HashMap::new();
+    for one in &*listed {
+        for (folder, _) in &one.refers_to {
+            users.entry(folder.clone()).or_default().insert(one.folder.clone());
+        }
+    }
+    for one in listed {
+        if matches!(one.state, State::Uncommitted)
+            && marked(&one.objects, RETIRED).next().is_some()
+            && let Some(users) = users.remove(&one.folder)
+        {
+            one.state = State::Kept(users.into_iter().collect());
+        }
+    }
 }
 
 /// What is in one folder of a run; None if it is none of our business.
@@ -204,10 +239,17 @@ async fn look_once(
     let state = match (newest, &fault) {
         (Some(manifest), _) => State::Committed(Box::new(manifest)),
         (None, Some(fault)) => State::Unreadable(fault.clone()),
-        (None, None) if is_foreign(objects) => State::Foreign,
-        (None, None) if parse_folder(folder).is_some() => State::Uncommitted,
-        (None, None) => return Ok(None),
+        (None, None) => match without_manifest(run_root, folder, objects).await? {
+            Some(state) => state,
+            None => return Ok(None),
+        },
     };
+    // An index alone may be of a process that wrote it when retention had taken all else.
+    let has_data = objects.iter().any(|object| is_our_data_object(&object.name));
+    let fault = fault.or_else(|| match &state {
+        State::Unreadable(lost) if has_data => Some(lost.clone()),
+        _ => None,
+    });
     let save_id = match &state {
         State::Committed(manifest) => manifest.save_id.clone(),
         _ => String::new(),
@@ -309,13 +351,4 @@ async fn head(run_root: &dyn Store, path: &str, object: &ObjectInfo, known: &Kno
         start = run_root.read(path, Some(0..needed)).await?;
     }
     decode_head(&start).map(Arc::new).map_err(failed)
-}
-
-/// Whether a folder without a manifest that counts is somebody else's checkpoint.
-fn is_foreign(objects: &[ObjectInfo]) -> bool {
-    let is_safetensors = |name: &str| name.ends_with(".safetensors") && !is_our_safetensors(name);
-    let is_index =
-        |name: &str| !name.contains('/') && (name == ".metadata" || name == INDEX_NAME || is_safetensors(name));
-    let was_ours = marked(objects, RETIRED).next().is_some();
-    objects.iter().any(|object| object.name.starts_with(RANKS_FOLDER) || (is_index(&object.name) && !was_ours))
 }

@@ -88,7 +88,7 @@ impl Folder<'_> {
     fn turn(&self, object: &ObjectInfo) -> Option<Turn> {
         let name = &*object.name;
         let is_old = self.clock.is_old(object.modified_at);
-        let is_uncommitted = matches!(self.listed.state, State::Uncommitted);
+        let is_uncommitted = self.listed.is_uncommitted();
         let (turn, goes) = match name.strip_prefix(FOLDER) {
             None if self.is_retired(name) => (Turn::Data, true),
             // Without a tombstone it would be of somebody else's checkpoint.
@@ -114,9 +114,11 @@ impl Folder<'_> {
         }
         let of = [VERIFIED, QUARANTINED, ABANDONED].iter().find_map(|kind| mark.strip_prefix(kind));
         if let Some(id) = of {
-            return self.tombstones.contains(id) || (is_old && !self.listed.save_ids.contains(id));
+            // Where retention took the last checkpoint, those of the ones that it had replaced go with it.
+            let is_last = self.listed.is_uncommitted() && !self.tombstones.is_empty();
+            return self.tombstones.contains(id) || ((is_last || is_old) && !self.listed.save_ids.contains(id));
         }
-        let is_pin = mark.starts_with(PIN) && matches!(self.listed.state, State::Uncommitted);
+        let is_pin = mark.starts_with(PIN) && self.listed.is_uncommitted();
         is_old && (is_pin || name.starts_with(UPLOADS_FOLDER) || mark.starts_with(PROBE))
     }
 

@@ -8,7 +8,8 @@ use strata_io::schedule::ByteBudget;
 use strata_io::{PutMode, Store};
 use tokio::sync::OnceCell;
 
-use super::admission::{admit, parent};
+pub use super::admission::Admitted;
+use super::admission::admit;
 use super::catalog::{ABANDONED, Known, Listed, PIN, QUARANTINED, State, VERIFIED, catalog_again, folder_of, known};
 use super::retention::Policy;
 use super::sweep::{Rules, SweepPlan, Swept, check_generation, plan_sweep, sweep};
@@ -96,15 +97,18 @@ impl Run {
         Ok(all)
     }
 
-    /// Whether a checkpoint of this step and part may be saved now, and the folder of the one to which it may refer.
+    /// Whether a checkpoint of this step and part may be saved now, to which one it may refer and what it replaces.
     ///
     /// # Errors
     /// [`Error::Exists`] if there is one, ours or somebody else's, and `overwrite` is not set; [`Error::Plan`] if
     /// somebody holds what would be replaced, or if the run has gone further.
-    pub async fn check_new(&self, step: u64, part: Part, overwrite: bool) -> Result<Option<String>> {
+    pub async fn check_new(&self, step: u64, part: Part, overwrite: bool) -> Result<Admitted> {
         let (listed, url) = (self.catalog().await?, self.root.url());
-        admit(&listed, url, step, part, overwrite)?;
-        Ok(parent(&listed, url, step))
+        let admitted = admit(&listed, url, step, part, overwrite)?;
+        if let Some(damage) = &admitted.replaces {
+            tracing::warn!("{url}/{}: is damaged, and this save replaces it: {damage}", folder(step, part));
+        }
+        Ok(admitted)
     }
 
     /// Saves `bytes` as the checkpoint of a step, and lets retention do its work.
@@ -177,12 +181,15 @@ impl Run {
     /// What is committed in the folder `name`.
     ///
     /// # Errors
-    /// [`Error::NotFound`] if nothing is.
+    /// [`Error::NotFound`] if nothing is; [`Error::Manifest`] if what is cannot be told any more.
     pub async fn found(&self, name: &str) -> Result<CheckpointMetadata> {
         let url = format!("{}/{name}", self.root.url());
-        let found = folder_of(&*self.root, name).await?;
-        let detail = || Error::NotFound { url, detail: "nothing is committed there".to_owned() };
-        found.and_then(|listed| listed.metadata(self.root.url())).ok_or_else(detail)
+        let listed = folder_of(&*self.root, name).await?;
+        if let Some(State::Unreadable(detail)) = listed.as_ref().map(|listed| &listed.state) {
+            return Err(Error::Manifest { object: url, detail: detail.clone() });
+        }
+        let nothing = || Error::NotFound { url, detail: "nothing is committed there".to_owned() };
+        listed.and_then(|listed| listed.metadata(self.root.url())).ok_or_else(nothing)
     }
 
     /// What a sweep would do now.

@@ -146,7 +146,7 @@ async fn remove_leftovers(
     let clock = Clock { now: rules.now, orphan_age: rules.orphan_age };
     for listed in listed {
         let left = left_over(listed, needed.get(&*listed.folder), &clock);
-        let is_empty = matches!(listed.state, State::Uncommitted) && left.len() == listed.objects.len();
+        let is_empty = listed.is_uncommitted() && left.len() == listed.objects.len();
         if !left.is_empty() || is_empty {
             check_generation(&**run_root, generation).await?;
             remove_left(&*run_root.child(&listed.folder)?, &left, is_empty, |object| swept.count(object)).await?;

@@ -3,6 +3,7 @@
 
 mod chaos;
 mod cost;
+mod lost;
 mod model;
 mod process;
 mod schedules;
@@ -119,8 +120,11 @@ impl Run {
     }
 
     async fn save(&self, step: u64, tensors: &[Tensor], parent: Option<&str>) -> CommitStats {
+        self.save_as(step, &format!("{step:032x}"), tensors, parent).await
+    }
+
+    async fn save_as(&self, step: u64, save_id: &str, tensors: &[Tensor], parent: Option<&str>) -> CommitStats {
         let store = self.root.child(&format!("step-{step}")).expect("a plain name");
-        let save_id = format!("{step:032x}");
         let base = open_base(&*store, None).await.expect("looked at");
         let parent = match parent {
             None => None,
@@ -131,7 +135,7 @@ impl Run {
         };
         let items = tensors.iter().map(item).collect();
         let budget = ByteBudget::new(64 << 20);
-        let record = write_items(&*store, &budget, items, 0, &save_id, parent.as_ref(), &Arc::default()).await;
+        let record = write_items(&*store, &budget, items, 0, save_id, parent.as_ref(), &Arc::default()).await;
         let run = RunInfo {
             step,
             epoch: 0,
@@ -144,8 +148,8 @@ impl Run {
             records: Records::decode(&[&record.expect("written").encode()]).expect("a record"),
             promises: promises(tensors),
             planner_data: Vec::new(),
-            stock: Some(stock(&save_id)),
-            save_id,
+            stock: Some(stock(save_id)),
+            save_id: save_id.to_owned(),
             previous_save_id: String::new(),
             rank: None,
             world_size: 1,
@@ -392,7 +396,9 @@ async fn a_step_is_saved_once_and_the_run_does_not_go_back_unless_it_is_taken_ba
     let again = manager.save(vec![2], 30, 0, CheckpointType::Full).await;
     assert!(matches!(again, Err(Error::Exists { .. })), "{again:?}");
     let back = manager.save(vec![2], 15, 0, CheckpointType::Full).await.expect_err("goes back").to_string();
-    assert!(back.contains("step 15 lies before step 30") && back.contains("rollback(15)"), "{back}");
+    assert!(back.contains("step 15 lies before step 30") && back.contains("call rollback(10) first"), "{back}");
+    let back = manager.save(vec![2], 5, 0, CheckpointType::Full).await.expect_err("goes back").to_string();
+    assert!(back.contains("call rollback(0) first"), "{back}");
     assert_eq!(manager.run().rollback(10).await.expect("taken back"), ["step-20", "step-30"]);
     assert_eq!(manager.latest().await.expect("listed").expect("there").step, 10);
     manager.save(vec![3], 15, 0, CheckpointType::Full).await.expect("saved");
@@ -442,12 +448,12 @@ async fn nobody_may_refer_to_what_a_damaged_checkpoint_has_in_common_with_others
     run.save(3, &frozen, Some("step-2")).await;
     let life = Life::new(run.root.clone(), ByteBudget::new(64 << 20), "me".to_owned(), Policy::All, Duration::MAX);
     let parent = |step: u64, overwrite: bool| life.check_new(step, Part::Whole, overwrite);
-    assert_eq!(parent(4, false).await.expect("allowed"), Some("step-3".to_owned()));
-    assert_eq!(parent(3, true).await.expect("allowed"), None, "what is replaced goes");
+    assert_eq!(parent(4, false).await.expect("allowed").parent, Some("step-3".to_owned()));
+    assert_eq!(parent(3, true).await.expect("allowed").parent, None, "what is replaced goes");
     life.quarantine("step-3", &format!("{:032x}", 3), "a bit flipped, maybe in step-1").await.expect("marked");
-    assert_eq!(parent(4, false).await.expect("allowed"), None, "step-2 refers to step-1 too");
+    assert_eq!(parent(4, false).await.expect("allowed").parent, None, "step-2 refers to step-1 too");
     run.save(4, &frozen, None).await;
-    assert_eq!(parent(5, false).await.expect("allowed"), Some("step-4".to_owned()));
+    assert_eq!(parent(5, false).await.expect("allowed").parent, Some("step-4".to_owned()));
 }
 
 #[tokio::test]

@@ -85,7 +85,7 @@ impl Process {
     /// As the writer of a manager does it.
     pub async fn try_save(&self, order: &Order) -> Result<(), Error> {
         let Order { id, step, kind, tensors, overwrite } = order;
-        let parent = self.life.check_new(*step, kind.part(), *overwrite).await?;
+        let parent = self.life.check_new(*step, kind.part(), *overwrite).await?.parent;
         let parent = match parent.filter(|_| *kind == CheckpointType::Incremental) {
             None => None,
             Some(name) => Parent::open(&*self.store.child(&name)?, &name).await.ok().map(Arc::new),

@@ -108,7 +108,13 @@ impl Shared {
         let mut made = self.directories.made.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let missing: Vec<&Path> =
             directory.ancestors().take_while(|at| !at.as_os_str().is_empty() && !at.exists()).collect();
-        fs::create_dir_all(directory).map_err(|error| failure("make the directory", directory, error))?;
+        fs::create_dir_all(directory).map_err(|error| match error.kind() {
+            // Not of an object that is there already, which is how another writer's would look.
+            io::ErrorKind::AlreadyExists => {
+                failure("make the directory", directory, io::ErrorKind::NotADirectory.into())
+            }
+            _ => failure("make the directory", directory, error),
+        })?;
         for new in &missing {
             self.sync_directory(parent(new)).map_err(|error| failure("sync the directory of", new, error))?;
         }

@@ -395,3 +395,13 @@ fn new_files_get_the_permissions_the_umask_leaves() {
     let mode = |file: &File| file.metadata().expect("there").permissions().mode();
     assert_eq!(mode(&File::open(folder.path().join("x")).expect("there")), mode(&plain));
 }
+
+#[tokio::test]
+async fn a_root_that_is_a_link_to_nowhere_is_named_and_no_write_takes_it_for_another_writers() {
+    let folder = folder();
+    let root = folder.path().join("link");
+    std::os::unix::fs::symlink(folder.path().join("unmounted"), &root).expect("linked");
+    let refused = store(&root).put("below/object", Bytes::from("x"), PutMode::Create).await.expect_err("refused");
+    let expected = format!("expected a directory at {}, found a link to what is not there", root.display());
+    assert!(matches!(&refused, Error::Io { detail, .. } if *detail == expected), "{refused}");
+}
