@@ -17,6 +17,7 @@ from torch_strata.checkpoint._entries import pack_entries
 from torch_strata.checkpoint._opened import open_checkpoint, opened_safetensors
 from torch_strata.checkpoint._paths import encode_fqn
 from torch_strata.checkpoint._planner_data import encode_planner_data
+from torch_strata.checkpoint._run_root import check_no_run
 from torch_strata.checkpoint._safetensors import holds_safetensors, open_safetensors_file
 from torch_strata.checkpoint._stock_pickle import stock_parts
 from torch_strata.checkpoint._store import open_store, resolve_configs
@@ -110,7 +111,7 @@ def copy_checkpoint(
 
     Raises:
         CheckpointNotFoundError: If nothing is committed at the source.
-        CheckpointExistsError: If a checkpoint is at the destination and may not be replaced.
+        CheckpointExistsError: If a checkpoint is at the destination and may not be replaced, or it is the root of a run.
         CheckpointError: If a value cannot be copied without torch; if it is no state but bytes, which stock torch
             cannot read.
         CorruptionError: If what is read is damaged; nothing is committed then.
@@ -222,6 +223,8 @@ def commit_content(
         As `copy_checkpoint`.
     """
     store = open_store(to.place, to.config)
+    if to.run_root is None:
+        check_no_run(to.place, to.config)
     base = _native.open_base(store, rank=None)
     if not to.overwrite and (base.exists or holds_safetensors(store)):
         raise CheckpointExistsError(f"a checkpoint already exists at {to.place}")

@@ -16,7 +16,8 @@ from torch_strata.checkpoint._content import Content, Progress, Tensor
 from torch_strata.checkpoint._dtypes import PAIRS, dtype_named
 from torch_strata.checkpoint._keys import KEYS_KEY, Keys
 from torch_strata.checkpoint._paths import Path, dotted, nested
-from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors, why_not_safetensors
+from torch_strata.checkpoint._run_root import check_no_run, holds_checkpoint
+from torch_strata.checkpoint._safetensors import INDEX_NAME, why_not_safetensors
 from torch_strata.checkpoint._store import open_store, resolve_configs
 from torch_strata.checkpoint._stream import ObjectStream
 from torch_strata.checkpoint._torch_file import load_value
@@ -89,7 +90,7 @@ def export_safetensors(
 
     Raises:
         CheckpointNotFoundError: If nothing is committed at the source.
-        CheckpointExistsError: If a checkpoint is at the destination.
+        CheckpointExistsError: If a checkpoint is at the destination, or it is the root of a run.
         CheckpointError: If a tensor cannot be held by the format, or there is none; nothing is written then.
         CorruptionError: If what is read is damaged; what was written is removed.
         StorageError: If a store fails.
@@ -98,6 +99,7 @@ def export_safetensors(
     content = open_content(source, config, rank=rank)
     content.check_state()
     store = open_store(destination, to_config)
+    check_no_run(destination, to_config)
     _check_free(store, os.fspath(destination))
     chosen = _choose(content, key)
     tensors = [(item.name, content.tensors[item.fqn]) for item in chosen if item.fqn in content.tensors]
@@ -203,7 +205,7 @@ def _choose(content: Content, key: str | None) -> list[_Chosen]:
 
 
 def _check_free(store: _native.Store, place: str) -> None:
-    if _native.open_base(store, rank=None).exists or holds_safetensors(store):
+    if holds_checkpoint(store):
         raise CheckpointExistsError(f"a checkpoint already exists at {place}, or what is left of one")
 
 
