@@ -111,7 +111,8 @@ def copy_checkpoint(
 
     Raises:
         CheckpointNotFoundError: If nothing is committed at the source.
-        CheckpointExistsError: If a checkpoint is at the destination and may not be replaced, or it is the root of a run.
+        CheckpointExistsError: If a checkpoint is at the destination and may not be replaced, or the destination is the
+            root of a run.
         CheckpointError: If a value cannot be copied without torch; if it is no state but bytes, which stock torch
             cannot read.
         CorruptionError: If what is read is damaged; nothing is committed then.
