@@ -24,7 +24,13 @@ from torch_strata.checkpoint._store import open_store, resolve_configs
 from torch_strata.checkpoint._torch_file import open_torch_file
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
+from torch_strata.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ObjectNotFoundError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from torch_strata._types import RunInfo, TensorEntry
@@ -182,6 +188,10 @@ def open_content(source: str | os.PathLike[str], config: StorageConfig, *, rank:
         store = open_store(folder, config)
         try:
             store.size(name)
+        except ObjectNotFoundError:
+            if isinstance(error, StorageError):
+                raise error from None
+            raise CheckpointNotFoundError(f"{error}; there is no file of that name either") from None
         except StorageError:
             raise error from None
     if name.endswith(".safetensors"):

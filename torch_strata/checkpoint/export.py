@@ -18,7 +18,7 @@ from torch_strata.checkpoint._keys import KEYS_KEY, Keys
 from torch_strata.checkpoint._paths import Path, dotted, nested
 from torch_strata.checkpoint._run_root import check_no_run, holds_checkpoint
 from torch_strata.checkpoint._safetensors import INDEX_NAME, why_not_safetensors
-from torch_strata.checkpoint._store import open_store, resolve_configs
+from torch_strata.checkpoint._store import local_folder, open_store, resolve_configs
 from torch_strata.checkpoint._stream import ObjectStream
 from torch_strata.checkpoint._torch_file import load_value
 from torch_strata.checkpoint._torch_pickle import Storage, TensorRef, dump
@@ -119,7 +119,7 @@ def export_safetensors(
             written.append(INDEX_NAME)
             store.put(INDEX_NAME, json.dumps(index, indent=2).encode())
         for name, shard in zip(names, shards, strict=True):
-            _write_safetensors(content, store, name, shard, progress)
+            _write_safetensors(content, store, local_folder(destination), name, shard, progress)
             written.append(name)
     except BaseException:
         _remove(store, reversed(written))
@@ -172,7 +172,7 @@ def export_torch(
     keys.give_back(state, [()])
     data_pkl, storages = dump(state)
     records = [(f"data/{number}", storage.num_bytes) for number, storage in enumerate(storages)]
-    stream = ObjectStream(store, name, archive_bytes(data_pkl, records))
+    stream = ObjectStream(store, name, archive_bytes(data_pkl, records), local_folder(folder))
     try:
         archive = TorchZip(stream.write)
         archive.begin(data_pkl)
@@ -238,7 +238,12 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _write_safetensors(
-    content: Content, store: _native.Store, name: str, shard: Sequence[tuple[str, Tensor]], progress: Progress | None
+    content: Content,
+    store: _native.Store,
+    folder: str | None,
+    name: str,
+    shard: Sequence[tuple[str, Tensor]],
+    progress: Progress | None,
 ) -> None:
     # Larger elements first: each tensor then begins at a multiple of its element.
     ordered = sorted(shard, key=lambda item: -item[1].layout.num_bytes)
@@ -253,7 +258,7 @@ def _write_safetensors(
         at = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    stream = ObjectStream(store, name, 8 + len(text) + at)
+    stream = ObjectStream(store, name, 8 + len(text) + at, folder)
     try:
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)
