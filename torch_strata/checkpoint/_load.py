@@ -168,6 +168,8 @@ class _Whole:
 
     def tied_to(self, opened: Opened, parts: Sequence[Part]) -> list[Part]:
         """Those that begin where the destination of one of `parts` does."""
+        if not self.places:
+            return []
         addresses = {address_of(part.target) for part in parts}
         tied = [(row, target) for row, address, target in self.places if address in addresses]
         found = _locate(opened, [whole_read(self._names[row], target.shape) for row, target in tied])
