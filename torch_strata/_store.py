@@ -8,7 +8,16 @@ from torch_strata import _native
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError
 
-__all__ = ["check_flag", "is_below", "is_place", "open_store", "place_below", "resolve_config", "resolve_configs"]
+__all__ = [
+    "check_flag",
+    "is_below",
+    "is_place",
+    "local_folder",
+    "open_store",
+    "place_below",
+    "resolve_config",
+    "resolve_configs",
+]
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -78,6 +87,12 @@ def open_store(place: str | os.PathLike[str], config: StorageConfig) -> _native.
         max_tries=config.max_tries,
         deadline_s=config.deadline.total_seconds(),
     )
+
+
+def local_folder(place: str | os.PathLike[str]) -> str | None:
+    """The path of a place in the local file system; None of any other."""
+    url = _url(place)
+    return url.removeprefix("file://") if url.startswith("file://") or "://" not in url else None
 
 
 def place_below(root: str | os.PathLike[str], name: str) -> str:

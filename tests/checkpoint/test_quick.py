@@ -100,6 +100,15 @@ def test_a_step_is_the_given_one_else_the_state_s_else_the_next(tmp_path: Path) 
         handle.result(LIMIT)
 
 
+def test_a_step_in_the_state_that_is_no_int_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch_strata.configure(tmp_path / "run")
+    for step in (1, 2):
+        assert torch_strata.save_checkpoint(state_of(1, step=torch.tensor(30))).step == step
+    torch_strata.save_checkpoint(state_of(1, step=torch.tensor(30)), step=30)
+    told = [record.message for record in caplog.records if "pass step=" in record.message]
+    assert told == ["the step in the state is no int but a Tensor: saved as step 1; pass step="]
+
+
 def test_what_was_saved_is_loaded_also_while_it_is_being_saved(tmp_path: Path) -> None:
     torch_strata.configure(tmp_path / "run")
     with pytest.raises(CheckpointNotFoundError):

@@ -84,3 +84,18 @@ def test_a_single_process_is_told_of_no_missing_group(tmp_path: Path) -> None:
         manager = save(tmp_path / "run", {"w": torch.ones(3), "step": 1})
         assert manager.load()["step"] == 1
         manager.load("latest", {"w": torch.zeros(3), "step": 0})
+
+
+def test_what_is_named_for_numpy_is_all_that_has_to_be_trusted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = save(tmp_path / "run", {"rng": np.random.get_state(), "step": 1})
+    (words,) = told(caplog)
+    with pytest.raises(CheckpointError) as caught:
+        manager.load("latest")
+    reconstruct, *_ = np.ones(1).__reduce__()
+    needed = (reconstruct, np.dtype, np.ndarray, np.dtypes.UInt32DType)
+    for said in (words, str(caught.value)):
+        assert all(f"{kind.__module__}.{kind.__qualname__}" in said for kind in needed)
+    found = CheckpointManager(tmp_path / "run", trusted_classes=needed).load("latest")
+    assert np.array_equal(found["rng"][1], np.random.get_state()[1])

@@ -128,10 +128,3 @@ def test_a_destination_whose_elements_share_memory_is_refused(tmp_path, destinat
     error = failure_of(lambda: load({"w": destination, "other": other}, tmp_path / "c"))
     assert isinstance(error, LayoutMismatchError) and "'w'" in str(error)
     assert other.tolist() == [0, 0]
-
-
-def test_two_stored_tensors_into_one_destination_leave_the_last(tmp_path):
-    save({"a": torch.ones(100), "b": torch.full((100,), 2.0)}, tmp_path / "c")
-    both = torch.zeros(100)
-    load({"a": both, "b": both}, tmp_path / "c")
-    assert both.eq(2).all()

@@ -175,6 +175,48 @@ def test_bench_measures_and_leaves_nothing(tmp_path):
     assert done.exit_code == 2 and "Traceback" not in done.output
 
 
+BENCH = (
+    WITHOUT_TORCH
+    + """
+import os, signal
+from torch_strata import errors
+from torch_strata.checkpoint import measure
+clocked, calls = measure._clocked, []
+def ending(*args):
+    calls.append(clocked(*args))
+    if len(calls) == 3:  # the second objects are written
+        ENDING
+    return calls[-1]
+measure._clocked = ending
+from torch_strata.__main__ import main
+sys.argv = ["strata", "bench", *sys.argv[1:], "--size", "4KiB", "--concurrency", "1", "--concurrency", "2"]
+main()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130),
+        ("raise errors.StorageError('no space left on device')", 2),
+    ],
+)
+def test_bench_that_ends_early_leaves_nothing(tmp_path, bucket, ending, status):
+    for place in (tmp_path, bucket.url("bench")):
+        done = subprocess.run(
+            [sys.executable, "-c", BENCH.replace("ENDING", ending), str(place)],
+            capture_output=True,
+            text=True,
+            cwd=REPOSITORY,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir()) and not bucket.sizes()
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_shell_can_be_taught_to_complete(shell, monkeypatch):
     monkeypatch.setenv("_STRATA_COMPLETE", f"{shell}_source")

@@ -212,3 +212,11 @@ def test_nothing_there_is_said(tmp_path):
     for source in ("nowhere", "nowhere.pt", "nowhere.safetensors"):
         done = strata("import", tmp_path / source, tmp_path / "c")
         assert done.exit_code == 2 and "NotFound" in done.stderr
+
+
+def test_what_is_no_checkpoint_and_no_file_is_said_to_be_neither(tmp_path):
+    done = strata("import", tmp_path / "missing.pt", tmp_path / "c")
+    assert done.exit_code == 2 and "CheckpointNotFoundError" in done.stderr and "no file of that name" in done.stderr
+    torch.save(torch.ones(3), tmp_path / "bare.pt")
+    done = strata("import", tmp_path / "bare.pt", tmp_path / "c")
+    assert done.exit_code == 2 and "holds a tensor, not a state_dict" in done.stderr

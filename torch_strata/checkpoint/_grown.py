@@ -31,6 +31,9 @@ __all__ = ["Grown", "empty_containers", "number_params", "slot_for", "with_grown
 _PLANNING = ("set_up_planner", "create_local_plan", "load_bytes")
 _PLANNING_OF_ALL = ("create_global_plan", "finish_plan")
 
+# Some torch may come without them.
+_QUANTIZED = {getattr(torch, name, None) for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")}
+
 
 @dataclass(eq=False)
 class _Container:
@@ -185,6 +188,11 @@ def slot_for(fqn: str, stored: Any) -> torch.Tensor | None:
     """
     if not isinstance(stored, TensorStorageMetadata):
         return None
+    if stored.properties.dtype in _QUANTIZED:  # torch.empty makes one without a quantizer, which nothing can fill
+        raise CheckpointError(
+            f"cannot make a tensor for {fqn!r}: it is quantized ({stored.properties.dtype}), and only a tensor with "
+            "its quantizer can take it: load it into a state that has one"
+        )
     try:
         return torch.empty(stored.size, dtype=stored.properties.dtype)
     except (RuntimeError, NotImplementedError) as error:

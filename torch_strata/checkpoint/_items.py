@@ -26,6 +26,7 @@ from torch_strata.checkpoint._tensors import (
     is_reachable,
     settled,
     wait_for_kernels,
+    why_no_memory,
 )
 from torch_strata.checkpoint.planning import ChosenItems
 from torch_strata.checkpoint.save_planner import StrataSavePlanner
@@ -186,9 +187,9 @@ class NativeItems:
         tensor = settled(data)
         if tensor.is_meta:
             raise CheckpointError(f"cannot store {fqn!r}: a tensor on the meta device has no values")
-        if tensor.layout is not torch.strided:
-            # DCP gives a reader nothing to load one into: the values would be lost at the load, without a word.
-            raise CheckpointError(f"cannot store {fqn!r}: its layout is {tensor.layout}, DCP loads torch.strided only")
+        # DCP gives a reader nothing to load one into: the values would be lost at the load, without a word.
+        if (why := why_no_memory(tensor)) is not None:
+            raise CheckpointError(f"cannot store {fqn!r}: {why}")
         if planned is not None:
             _check_plan(fqn, tensor, planned.chunk.sizes, planned.properties.dtype)
         offsets = None if item.index.offset is None else tuple(item.index.offset)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_strata.checkpoint._paths import Path, dotted, rename_keys
+from torch_strata.checkpoint._paths import Path, dotted, nested_too_deep, rename_keys
 from torch_strata.errors import CorruptionError
 
 __all__ = ["KEYS_KEY", "KeyNotes", "Keys", "keys_of", "noted"]
@@ -125,9 +125,16 @@ def noted(keys: Keys) -> dict[str, dict[str, str]]:
 
 
 def keys_of(state: Mapping[Any, Any]) -> Keys:
-    """What is to be noted of `state`: in dicts, and in lists with dicts in them."""
+    """What is to be noted of `state`: in dicts, and in lists with dicts in them.
+
+    Raises:
+        ConfigError: If it is nested too deeply, or contains itself.
+    """
     keys = Keys()
-    _Walk(keys).visit(state, ())
+    try:
+        _Walk(keys).visit(state, ())
+    except RecursionError:
+        raise nested_too_deep(state) from None
     return keys
 
 

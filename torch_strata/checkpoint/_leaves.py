@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_strata.checkpoint._paths import Path
-from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_plain, settled
+from torch_strata.checkpoint._paths import Path, dotted
+from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_plain, settled, why_no_memory
+from torch_strata.errors import CheckpointError
 
 __all__ = ["LISTS", "MAPPINGS", "Leaves", "Outline"]
 
@@ -32,6 +33,9 @@ class Leaves:
         paths: Where each stands.
         structure: Equal for two states that a rank plans alike: kinds, dtypes, shapes, strides, meshes and placements
             by path. None if that cannot be told of a value here.
+
+    Raises:
+        CheckpointError: If a tensor has no memory of its own that could be copied, naming it.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -58,7 +62,11 @@ class Leaves:
             self._add(value, value, path)
             # An attribute could make it one that DCP asks for its shards.
             self._is_known = self._is_known and not vars(value)
-            self._nodes.append((path, value.dtype, value.layout, value.shape, value.stride()))
+            try:
+                self._nodes.append((path, value.dtype, value.layout, value.shape, value.stride()))
+            except RuntimeError as error:  # compressed sparse tensors have no strides, nested ones no shape
+                why = why_no_memory(value) or error
+                raise CheckpointError(f"cannot copy {dotted(path)!r} for an asynchronous save: {why}") from error
         elif kind in MAPPINGS:
             self._nodes.append((path, len(value)))
             for key, item in value.items():

@@ -24,6 +24,7 @@ from torch_strata.checkpoint._reads import CompactReads, PlannedReads, whole_rea
 from torch_strata.checkpoint._resolve import check_framed, check_value, finds_plainly, guarded, resolve_parts
 from torch_strata.checkpoint._shortcuts import keeps_methods
 from torch_strata.checkpoint._tensors import PLAIN_TYPES, device_number, is_reachable, wait_for_kernels
+from torch_strata.checkpoint._ties import address_of, without_ties
 from torch_strata.checkpoint._together import separated, share_blobs, share_regions
 from torch_strata.checkpoint.planner import StrataLoadPlanner
 from torch_strata.checkpoint.store_stats import StoreStats
@@ -93,7 +94,8 @@ def load_plan(
     Pickled values of the names in `beyond` go there.
 
     Raises:
-        LayoutMismatchError: If a destination has another dtype, shape or kind; nothing has been changed then.
+        LayoutMismatchError: If a destination has another dtype, shape or kind, or is to get two tensors that differ;
+            nothing has been changed then.
         CheckpointError: If a value needs a class that is not trusted; nothing has been changed then.
         CorruptionError: If stored bytes are damaged; the destinations named are undefined unless ``verify="before"``.
         ObjectNotFoundError: If an object is missing.
@@ -111,6 +113,7 @@ def load_plan(
     resolve_parts(opened, tensors, planner, allow_dtype_cast=settings.allow_dtype_cast)
     framed = [part for part in tensors if part.is_blob]
     regions = [part for part in tensors if not part.is_blob]
+    regions = without_ties(opened, regions, whole.tied_to(opened, regions), verify=settings.verify)
     wait_for_kernels(device_number(part.target) for part in regions if is_reachable(part.target))
     if exchange is None:
         stats = _read_regions(opened, regions, settings, _read_blobs(opened, parts, settings), whole)
@@ -135,6 +138,7 @@ class _Whole:
     def __init__(self) -> None:
         self.places: list[tuple[int, int, torch.Tensor]] = []  # row, address, target
         self.rows: dict[int, int] = {}  # by address: the first of them is read, the others see what it got
+        self._names: dict[int, str] = {}  # by row
 
     def take(self, opened: Opened, items: PlannedReads, planner: DefaultLoadPlanner) -> Sequence[ReadItem]:
         """Take those that are, without an object for each; the other items.
@@ -157,8 +161,21 @@ class _Whole:
             is_plain = stored is not None and type(found) in PLAIN_TYPES and found.layout is torch.strided
             if not is_plain or stored != (found.dtype, found.shape) or size != found.shape or not self.add(row, found):
                 left.append(whole_read(fqn, size))
+            else:
+                self._names[row] = fqn
         left += items.others
         return left
+
+    def tied_to(self, opened: Opened, parts: Sequence[Part]) -> list[Part]:
+        """Those that begin where the destination of one of `parts` does."""
+        if not self.places:
+            return []
+        addresses = {address_of(part.target) for part in parts}
+        tied = [(row, target) for row, address, target in self.places if address in addresses]
+        found = _locate(opened, [whole_read(self._names[row], target.shape) for row, target in tied])
+        for part, (_, target) in zip(found, tied, strict=True):
+            part.target = target
+        return found
 
     def add(self, row: int, target: torch.Tensor) -> bool:
         """Take a strided tensor of the stored dtype and shape, if Rust may fill it as it lies."""
@@ -273,17 +290,15 @@ def _read_regions(
     direct: list[Lent] = []
     bounced: list[Part] = []
     rest = [part for part in parts if not (part.is_whole and whole.add(part.row, part.target))]
-    seen: dict[Any, Any] = {}
-    if rest:
-        seen = {place_of(target): (row, (0,) * target.dim()) for row, _, target in whole.places}
+    seen = {place_of(target) for _, _, target in whole.places} if rest else set()
     for part in rest:
         if not part.target.numel():
             continue
-        place, source = place_of(part.target), (part.row, tuple(part.item.storage_offsets))
-        if not takes_bytes(part) or seen.get(place, source) != source:
+        place = place_of(part.target)
+        if not takes_bytes(part):
             bounced.append(part)
         elif place not in seen:
-            seen[place] = source
+            seen.add(place)
             direct.append(lent(part, part.target))
     if direct or whole.places:
         _, more = opened.native.read(direct, [], whole.places, verify=settings.verify)

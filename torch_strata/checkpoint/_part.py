@@ -47,7 +47,7 @@ class Part:
 def place_of(target: torch.Tensor) -> Any:
     """What two destinations have in common that are the same elements in the same order.
 
-    Tied destinations are read once; two different tensors into one place are copied in the plan's order.
+    Tied destinations are read once.
     """
     return (target.data_ptr(), tuple(target.shape), tuple(target.stride())) if is_plain(target) else id(target)
 

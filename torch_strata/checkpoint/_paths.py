@@ -1,11 +1,12 @@
 """What values of a nested state are called, and where they stand in it. Imports no torch."""
 
+import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-from torch_strata.errors import CheckpointError, CorruptionError
+from torch_strata.errors import CheckpointError, ConfigError, CorruptionError
 
-__all__ = ["Path", "decode_fqn", "dotted", "encode_fqn", "nested", "rename_keys"]
+__all__ = ["Path", "decode_fqn", "dotted", "encode_fqn", "nested", "nested_too_deep", "rename_keys"]
 
 # As DCP writes it: keys as text, places in a list as numbers.
 Path = tuple[str | int, ...]
@@ -59,6 +60,25 @@ def nested(entries: Iterable[tuple[Path, Any]], where: str = "planner_data") -> 
     if len(places) < len(built):
         raise CorruptionError(f"{where}: no list has the places {', '.join(map(repr, list(built)[:9]))}")
     return [built.get(place, {}) for place in range(max(places) + 1)]
+
+
+def nested_too_deep(state: Mapping[Any, Any]) -> ConfigError:
+    """What to raise where a walk through `state` has met Python's limit: names the deepest key of the state itself."""
+    depths = {key: _depth(value) for key, value in state.items()}
+    key = max(depths, key=lambda key: depths[key], default=None)
+    return ConfigError(f"state: {key!r:.200} is nested too deeply, or holds a dict or list that contains itself")
+
+
+def _depth(value: Any) -> int:
+    """Levels of dicts, lists and tuples, counted to Python's limit; a loop."""
+    limit, deepest = sys.getrecursionlimit(), 0
+    left = [(value, 1)]
+    while left and deepest < limit:
+        held, depth = left.pop()
+        deepest = max(deepest, depth)
+        inside = held.values() if isinstance(held, Mapping) else held if isinstance(held, list | tuple) else ()
+        left += [(one, depth + 1) for one in inside]
+    return deepest
 
 
 def rename_keys(held: MutableMapping[Any, Any], names: Mapping[Any, Any]) -> None:

@@ -3,7 +3,7 @@
 import io
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def warn_of_untrusted(fqn: str, value: Any, data: io.BytesIO) -> None:
         _logger.warning(
             "%r is saved, but loads only where what its pickle names is trusted, which could run any code: pass "
             "trusted_classes=[...] with %s to CheckpointManager or StrataReader, or save a plain value or a tensor",
-            *(fqn, ", ".join(sorted(named))),
+            *(fqn, _in_words(named)),
         )
 
 
@@ -89,7 +89,7 @@ def load_value(data: bytes, *, fqn: str, where: str, trusted: Sequence[Trusted])
         if not named:
             raise CheckpointError(f"{where}: torch refuses to load the value of {fqn!r}: {_reason(error)}") from error
         raise CheckpointError(
-            f"{where}: the value of {fqn!r} needs {', '.join(named)} to load, which could run any code; if you trust "
+            f"{where}: the value of {fqn!r} needs {_in_words(named)} to load, which could run any code; if you trust "
             f"this checkpoint, pass trusted_classes=[...] to StrataReader or CheckpointManager"
         ) from error
     except Exception as error:
@@ -112,9 +112,17 @@ def load_tensor(data: bytes, *, fqn: str, where: str, trusted: Sequence[Trusted]
 def _untrusted_globals(data: bytes, trusted: Sequence[Trusted]) -> list[str]:
     try:
         with safe_globals([*_INERT, *trusted]):
-            return sorted(get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+            return get_unsafe_globals_in_checkpoint(io.BytesIO(data))
     except Exception:  # only words for a message that is raised anyway
         return []
+
+
+def _in_words(named: Collection[str]) -> str:
+    """What a pickle names, and what torch asks for besides: the class of a dtype of NumPy's, which no pickle names."""
+    names = ", ".join(sorted(named))
+    if "numpy.dtype" not in named:
+        return names
+    return f"{names} and the classes of its dtypes, such as numpy.dtypes.UInt32DType,"
 
 
 def _reason(error: Exception) -> str:

@@ -16,6 +16,7 @@ __all__ = [
     "overlaps_itself",
     "settled",
     "wait_for_kernels",
+    "why_no_memory",
 ]
 
 # As the number of a device: memory of the host.
@@ -48,6 +49,14 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its elements lie in its own storage as size, stride and offset say, in a dtype that Rust frames."""
     return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and tensor.dtype in _FRAMED_DTYPES
+
+
+def why_no_memory(tensor: torch.Tensor) -> str | None:
+    """Why its elements lie in no one memory, and DCP gives a reader nothing to load it into; None if they do."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return None
+    kind = "it is a nested tensor" if tensor.is_nested else f"its layout is {tensor.layout}"
+    return f"{kind}, DCP loads torch.strided only"
 
 
 def is_reachable(tensor: torch.Tensor) -> bool:

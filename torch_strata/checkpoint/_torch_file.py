@@ -146,7 +146,8 @@ def open_torch_file(store: _native.Store, name: str, where: str) -> Content:
     archive = _Archive(io.BufferedReader(raw, _READ_AHEAD), where)
     state = load(archive.data_pkl, where)
     if not isinstance(state, dict):
-        raise CheckpointError(f"{where} holds a {type(state).__name__}, not a state_dict")
+        kind = "tensor" if isinstance(state, TensorRef) else type(state).__name__
+        raise CheckpointError(f"{where} holds a {kind}, not a state_dict, which is a dict: of names and tensors")
     leaves = flatten(state, where)
     leaves |= flatten(noted(keys_of(state)), where)
     found = {fqn: leaf for fqn, (_, leaf) in leaves.items() if isinstance(leaf, TensorRef)}

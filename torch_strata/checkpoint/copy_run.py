@@ -8,6 +8,7 @@ from torch_strata._store import open_store, place_below, resolve_configs
 from torch_strata.checkpoint._content import Content, Progress, content_of
 from torch_strata.checkpoint._generation import newest_generation
 from torch_strata.checkpoint._opened import open_checkpoint
+from torch_strata.checkpoint._run_root import holds_checkpoint
 from torch_strata.checkpoint.compare import compare_contents
 from torch_strata.checkpoint.copying import CopyReport, Destination, write_content
 from torch_strata.checkpoint.run import CheckpointType, ListedCheckpoint, listed_in, open_run
@@ -61,7 +62,7 @@ def copy_run(
 
     Raises:
         CheckpointNotFoundError: If no checkpoint is below the root.
-        CheckpointExistsError: If another checkpoint is in a folder of the destination.
+        CheckpointExistsError: If another checkpoint is in a folder of the destination, or at the destination itself.
         CorruptionError: If what is read is damaged; what was committed before stays.
         StaleGenerationError: If a run claims the destination meanwhile.
         StorageError: If a store fails.
@@ -74,6 +75,8 @@ def copy_run(
         raise CheckpointNotFoundError(f"no committed checkpoint below {source}")
     root = open_store(destination, to_config)
     generation = newest_generation(root)
+    if not generation and holds_checkpoint(root):
+        raise CheckpointExistsError(f"a checkpoint is at {destination} itself, which would hide a run there")
     reports: dict[str, CopyReport] = {}
     found = []
     whole: str | None = None

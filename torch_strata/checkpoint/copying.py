@@ -18,12 +18,19 @@ from torch_strata.checkpoint._entries import pack_entries
 from torch_strata.checkpoint._opened import open_checkpoint, opened_safetensors
 from torch_strata.checkpoint._paths import encode_fqn
 from torch_strata.checkpoint._planner_data import encode_planner_data
+from torch_strata.checkpoint._run_root import check_no_run
 from torch_strata.checkpoint._safetensors import holds_safetensors, open_safetensors_file
 from torch_strata.checkpoint._stock_pickle import stock_parts
 from torch_strata.checkpoint._torch_file import open_torch_file
 from torch_strata.checkpoint.run import CheckpointType
 from torch_strata.config import StorageConfig
-from torch_strata.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
+from torch_strata.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ObjectNotFoundError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from torch_strata._types import RunInfo, TensorEntry
@@ -110,7 +117,8 @@ def copy_checkpoint(
 
     Raises:
         CheckpointNotFoundError: If nothing is committed at the source.
-        CheckpointExistsError: If a checkpoint is at the destination and may not be replaced.
+        CheckpointExistsError: If a checkpoint is at the destination and may not be replaced, or the destination is the
+            root of a run.
         CheckpointError: If a value cannot be copied without torch; if it is no state but bytes, which stock torch
             cannot read.
         CorruptionError: If what is read is damaged; nothing is committed then.
@@ -180,6 +188,10 @@ def open_content(source: str | os.PathLike[str], config: StorageConfig, *, rank:
         store = open_store(folder, config)
         try:
             store.size(name)
+        except ObjectNotFoundError:
+            if isinstance(error, StorageError):
+                raise error from None
+            raise CheckpointNotFoundError(f"{error}; there is no file of that name either") from None
         except StorageError:
             raise error from None
     if name.endswith(".safetensors"):
@@ -222,6 +234,8 @@ def commit_content(
         As `copy_checkpoint`.
     """
     store = open_store(to.place, to.config)
+    if to.run_root is None:
+        check_no_run(to.place, to.config)
     base = _native.open_base(store, rank=None)
     if not to.overwrite and (base.exists or holds_safetensors(store)):
         raise CheckpointExistsError(f"a checkpoint already exists at {to.place}")

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_strata import _native
-from torch_strata._store import open_store, resolve_configs
+from torch_strata._store import local_folder, open_store, resolve_configs
 from torch_strata.checkpoint._boxes import contiguous
 from torch_strata.checkpoint._content import Content, Progress, Tensor
 from torch_strata.checkpoint._dtypes import PAIRS, dtype_named
 from torch_strata.checkpoint._keys import KEYS_KEY, Keys
 from torch_strata.checkpoint._paths import Path, dotted, nested
-from torch_strata.checkpoint._safetensors import INDEX_NAME, holds_safetensors, why_not_safetensors
+from torch_strata.checkpoint._run_root import check_no_run, holds_checkpoint
+from torch_strata.checkpoint._safetensors import INDEX_NAME, why_not_safetensors
 from torch_strata.checkpoint._stream import ObjectStream
 from torch_strata.checkpoint._torch_file import load_value
 from torch_strata.checkpoint._torch_pickle import Storage, TensorRef, dump
@@ -89,7 +90,7 @@ def export_safetensors(
 
     Raises:
         CheckpointNotFoundError: If nothing is committed at the source.
-        CheckpointExistsError: If a checkpoint is at the destination.
+        CheckpointExistsError: If a checkpoint is at the destination, or it is the root of a run.
         CheckpointError: If a tensor cannot be held by the format, or there is none; nothing is written then.
         CorruptionError: If what is read is damaged; what was written is removed.
         StorageError: If a store fails.
@@ -98,6 +99,7 @@ def export_safetensors(
     content = open_content(source, config, rank=rank)
     content.check_state()
     store = open_store(destination, to_config)
+    check_no_run(destination, to_config)
     _check_free(store, os.fspath(destination))
     chosen = _choose(content, key)
     tensors = [(item.name, content.tensors[item.fqn]) for item in chosen if item.fqn in content.tensors]
@@ -117,7 +119,7 @@ def export_safetensors(
             written.append(INDEX_NAME)
             store.put(INDEX_NAME, json.dumps(index, indent=2).encode())
         for name, shard in zip(names, shards, strict=True):
-            _write_safetensors(content, store, name, shard, progress)
+            _write_safetensors(content, store, local_folder(destination), name, shard, progress)
             written.append(name)
     except BaseException:
         _remove(store, reversed(written))
@@ -170,7 +172,7 @@ def export_torch(
     keys.give_back(state, [()])
     data_pkl, storages = dump(state)
     records = [(f"data/{number}", storage.num_bytes) for number, storage in enumerate(storages)]
-    stream = ObjectStream(store, name, archive_bytes(data_pkl, records))
+    stream = ObjectStream(store, name, archive_bytes(data_pkl, records), local_folder(folder))
     try:
         archive = TorchZip(stream.write)
         archive.begin(data_pkl)
@@ -203,7 +205,7 @@ def _choose(content: Content, key: str | None) -> list[_Chosen]:
 
 
 def _check_free(store: _native.Store, place: str) -> None:
-    if _native.open_base(store, rank=None).exists or holds_safetensors(store):
+    if holds_checkpoint(store):
         raise CheckpointExistsError(f"a checkpoint already exists at {place}, or what is left of one")
 
 
@@ -236,7 +238,12 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _write_safetensors(
-    content: Content, store: _native.Store, name: str, shard: Sequence[tuple[str, Tensor]], progress: Progress | None
+    content: Content,
+    store: _native.Store,
+    folder: str | None,
+    name: str,
+    shard: Sequence[tuple[str, Tensor]],
+    progress: Progress | None,
 ) -> None:
     # Larger elements first: each tensor then begins at a multiple of its element.
     ordered = sorted(shard, key=lambda item: -item[1].layout.num_bytes)
@@ -251,7 +258,7 @@ def _write_safetensors(
         at = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    stream = ObjectStream(store, name, 8 + len(text) + at)
+    stream = ObjectStream(store, name, 8 + len(text) + at, folder)
     try:
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)

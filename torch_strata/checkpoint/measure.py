@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torch_strata import _native
-from torch_strata._store import open_store, place_below, resolve_config
+from torch_strata._store import local_folder, open_store, place_below, resolve_config
 from torch_strata.config import StorageConfig
 from torch_strata.errors import ConfigError, StorageError
 
@@ -76,17 +76,19 @@ def measure(
     folder = f"strata-bench-{uuid.uuid4().hex}"
     url = place_below(place, folder)
     found = []
-    for size in sizes:
-        for concurrency in concurrencies:
-            store = open_store(url, replace(settings, max_concurrency=max(settings.max_concurrency, concurrency)))
-            count = max(concurrency, min(64, total_bytes // size))
-            measured = _measure(store, size, concurrency, count)
-            found.append(measured)
-            if said is not None:
-                said(measured)
-    if "://" not in url or url.startswith("file://"):
-        with suppress(OSError):
-            os.rmdir(url.removeprefix("file://"))
+    try:
+        for size in sizes:
+            for concurrency in concurrencies:
+                store = open_store(url, replace(settings, max_concurrency=max(settings.max_concurrency, concurrency)))
+                count = max(concurrency, min(64, total_bytes // size))
+                measured = _measure(store, size, concurrency, count)
+                found.append(measured)
+                if said is not None:
+                    said(measured)
+    finally:
+        if (made := local_folder(url)) is not None:
+            with suppress(OSError):
+                os.rmdir(made)
     return found
 
 

@@ -31,7 +31,7 @@ from torch_strata.checkpoint._gc import gc_paused, give_back_memory
 from torch_strata.checkpoint._lazy_state import Chunks, LazyState, PlannedMetadata
 from torch_strata.checkpoint._merge import Merged, Selection, merge_columns
 from torch_strata.checkpoint._shortcuts import is_bare
-from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_dense
+from torch_strata.checkpoint._tensors import PLAIN_TYPES, is_dense, why_no_memory
 from torch_strata.errors import CheckpointError
 
 __all__ = ["CompactItems", "PackedItems", "compact", "finished", "local_plan", "merge", "packed_plan", "structure_key"]
@@ -184,10 +184,20 @@ def local_plan(
         state: A state_dict; nested ones are flattened as DCP does.
         paths: Where each name stands in the nested state, if `state` is flat already.
         whole_chunks: Whether ranks that hold the same chunk may not share it by rows.
+
+    Raises:
+        CheckpointError: If a tensor is sparse or nested in a way that cannot be planned, naming it.
     """
     if paths is None:
         state, paths = flatten_state_dict(dict(state))
-    items = _items_of(state, divides=not whole_chunks)
+    try:
+        items = _items_of(state, divides=not whole_chunks)
+    except Exception:
+        # torch's own words for it name no key.
+        for fqn, value in state.items():
+            if isinstance(value, torch.Tensor) and (why := why_no_memory(value)) is not None:
+                raise CheckpointError(f"cannot store {fqn!r}: {why}") from None
+        raise
     return SavePlan(items, planner_data=_Paths(paths))  # type: ignore[arg-type]
 
 

@@ -5,6 +5,7 @@ that ``STRATA_STORAGE`` names.
 """
 
 import inspect
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -19,6 +20,8 @@ from torch_strata.errors import ConfigError
 
 __all__ = ["configure", "load_checkpoint", "save_checkpoint", "wait_for_checkpoints"]
 
+_logger = logging.getLogger(__name__)
+
 _VARIABLE = "STRATA_STORAGE"
 
 _LIMITS = frozenset(f.name for f in fields(StorageConfig))
@@ -31,14 +34,20 @@ class _Place:
     def __init__(self, path: str | os.PathLike[str], config: StorageConfig, managing: Mapping[str, Any]) -> None:
         self.manager = CheckpointManager(path, config=config, **managing)
         self._newest: int | None = None
+        self._has_warned = False
 
     def step_of(self, state: Any, given: int | None) -> int:
         """The step to save `state` under."""
         step = given
-        if step is None and isinstance(state, Mapping) and type(state.get("step")) is int:
-            step = state["step"]
+        told = state.get("step") if given is None and isinstance(state, Mapping) else None
+        if type(told) is int:
+            step = told
         if step is None:
             step = self.manager.next_step() if self._newest is None else self._newest + 1
+            if told is not None and not self._has_warned:
+                self._has_warned = True
+                kind = type(told).__name__
+                _logger.warning("the step in the state is no int but a %s: saved as step %d; pass step=", kind, step)
         self._newest = step
         return step
 
@@ -121,7 +130,7 @@ def save_checkpoint(
     Args:
         state: As for `CheckpointManager.save`, and so is the rest.
         step: Optimizer steps done. If not given: the integer under the state's own key ``step``; without that one more
-            than the newest checkpoint's, beginning with 1.
+            than the newest checkpoint's, beginning with 1, and a warning if there is something else under ``step``.
         epoch: Passes over the data done.
         checkpoint_type: What to save.
         metadata: The user's own.

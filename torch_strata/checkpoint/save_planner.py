@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_strata.checkpoint._assignment import Assignment, copied_rows
 from torch_strata.checkpoint._gc import gc_paused
+from torch_strata.checkpoint._paths import nested_too_deep
 from torch_strata.checkpoint._shortcuts import is_bare
 from torch_strata.checkpoint.planning import ChosenItems, PackedItems, finished, local_plan, merge
 from torch_strata.errors import CheckpointError, ConfigError
@@ -61,13 +62,16 @@ class StrataSavePlanner(DefaultSavePlanner):
         """Begin a save of `state_dict`.
 
         Raises:
-            ConfigError: If two values have one name, such as ``a.b`` beside ``b`` below ``a``.
+            ConfigError: If two values have one name, such as ``a.b`` beside ``b`` below ``a``; if it is nested too
+                deeply, or contains itself.
         """
         if self.flatten_state_dict:
             try:
                 state_dict, self.mappings = flatten_state_dict(state_dict)
             except ValueError as error:
                 raise ConfigError(f"state: two values have one name: {error}") from error
+            except RecursionError:
+                raise nested_too_deep(state_dict) from None
         # In a flat state without any, it changes nothing but the time.
         is_flat = self.flatten_state_dict and not any(isinstance(v, ShardedTensor) for v in state_dict.values())
         if self.flatten_sharded_tensors and not is_flat:

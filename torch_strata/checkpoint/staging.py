@@ -19,6 +19,7 @@ from torch_strata.checkpoint._assignment import Assignment, Rows, Share, rows_on
 from torch_strata.checkpoint._gc import gc_paused
 from torch_strata.checkpoint._leaves import LISTS, MAPPINGS, Leaves
 from torch_strata.checkpoint._optimizers import hold_steps, storages_of
+from torch_strata.checkpoint._paths import nested_too_deep
 from torch_strata.checkpoint._process import forget_process
 from torch_strata.checkpoint._staged import StagedFuture, StagedState, keep_attributes, shard_like
 from torch_strata.checkpoint._tensors import (
@@ -30,6 +31,7 @@ from torch_strata.checkpoint._tensors import (
     is_reachable,
     settled,
     wait_for_kernels,
+    why_no_memory,
 )
 from torch_strata.checkpoint.alarms import TensorWatch, changed_values, in_words
 from torch_strata.config import StorageConfig
@@ -78,8 +80,9 @@ def snapshot(
     Raises:
         CheckpointError: If a value cannot be copied, naming it; if the memory is not to be had; if another thread adds
             or removes tensors meanwhile.
+        ConfigError: If the state is nested too deeply, or contains itself.
     """
-    staging = _Staging(state, frozenset(), config, user, last)
+    staging = _begun(state, frozenset(), config, user, last)
     staging.finish()
     return staging.staged
 
@@ -100,7 +103,7 @@ def snapshot_behind_training(
     Raises:
         CheckpointError: As `snapshot`, unless it happens later: then the future raises it.
     """
-    staging = _Staging(state, storages_of(optimizers), config, user, last)
+    staging = _begun(state, storages_of(optimizers), config, user, last)
     future = StagedFuture()
     future.lease = staging.staged.lease
     future.set_running_or_notify_cancel()
@@ -141,6 +144,13 @@ class _Piece:
 
 # Where a tensor of the state goes: to a piece; with some of its rows to pieces; or, None, to memory of its own.
 _Place = _Piece | dict[Rows, _Piece] | None
+
+
+def _begun(state: dict[str, Any], *how: Any) -> "_Staging":
+    try:
+        return _Staging(state, *how)
+    except RecursionError:
+        raise nested_too_deep(state) from None
 
 
 class _Staging:
@@ -290,8 +300,8 @@ class _Staging:
         clone = self._clones.get(id(tensor))
         if clone is None:
             source = settled(tensor)
-            if source.layout is not torch.strided:
-                raise CheckpointError(f"its layout is {source.layout}, DCP loads torch.strided only")
+            if (why := why_no_memory(source)) is not None:
+                raise CheckpointError(why)
             clone = self._clones[id(tensor)] = source.clone() if source.device.type == "cpu" else source.cpu()
             keep_attributes(tensor, clone)
         return clone

@@ -23,6 +23,7 @@ __all__ = [
     "DAMAGED",
     "DIFFERENT",
     "FAILED",
+    "INTERRUPTED",
     "as_json",
     "bar",
     "config_of",
@@ -41,7 +42,7 @@ __all__ = [
 DAMAGED = 1
 DIFFERENT = 1
 FAILED = 2
-_INTERRUPTED = 130
+INTERRUPTED = 130
 
 
 def guarded(command: Callable[..., None], damage: int = DAMAGED) -> Callable[..., None]:
@@ -70,7 +71,7 @@ def guarded(command: Callable[..., None], damage: int = DAMAGED) -> Callable[...
             traceback.print_exc()
             raise SystemExit(FAILED) from None
         except KeyboardInterrupt:
-            raise SystemExit(_INTERRUPTED) from None
+            raise SystemExit(INTERRUPTED) from None
 
     return run
 

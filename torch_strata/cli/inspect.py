@@ -29,7 +29,8 @@ def inspect_command(url: str, rank: int | None, wants_json: bool, options: Seque
     opened = look(url, rank, config_of(options))
     if not isinstance(opened, Opened):
         folders = ", ".join(one.folder for one in opened)
-        raise CheckpointNotFoundError(f"{url} is the root of a run: name one of its checkpoints: {folders:.1000}")
+        which = f"name one of its checkpoints: {folders:.1000}" if opened else "it has no checkpoint yet"
+        raise CheckpointNotFoundError(f"{url} is the root of a run: {which}")
     stored = _encodings(opened)
     keys = [{**(key := _describe(entry)), **stored.get(key["fqn"], {})} for entry in opened.entries]
     if opened.holds_bytes:

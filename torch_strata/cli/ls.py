@@ -7,7 +7,7 @@ import click
 
 from torch_strata.checkpoint._opened import Opened
 from torch_strata.checkpoint.run import ListedCheckpoint
-from torch_strata.cli._common import as_json, config_of, guarded, shown, shown_bytes, store_options, table
+from torch_strata.cli._common import as_json, config_of, guarded, say, shown, shown_bytes, store_options, table
 from torch_strata.cli._place import look
 
 __all__ = ["describe_listed", "ls_command"]
@@ -30,6 +30,8 @@ def ls_command(url: str, rank: int | None, wants_json: bool, options: Sequence[s
         head = ("folder", "step", "type", "epoch", "size", "created", "state", "refers to", "metrics")
         for line in table(head, [_row(one) for one in found]):
             click.echo(line)
+        if not found:
+            say(f"{url} is the root of a run that has no checkpoint yet")
 
 
 def _list_objects(opened: Opened, wants_json: bool) -> None:
