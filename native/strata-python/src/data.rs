@@ -208,6 +208,9 @@ fn raw<'py>(py: Python<'py>, batch: RawBatch) -> PyResult<RawSamples<'py>> {
     Ok((batch.batch.after, batch.nth, batch.batch.num_repeated, keys, places, fields))
 }
 
+/// Name of the encoding, dtype and shape of an array, content.
+type RawValue = (String, &'static str, Vec<u64>, SharedBytes);
+
 #[derive(Clone)]
 struct Value {
     bytes: Bytes,
@@ -243,7 +246,7 @@ fn column<'py>(py: Python<'py>, values: Vec<Option<Value>>) -> PyResult<Bound<'p
             (name, dtype, shape, SharedBytes::new(bytes))
         })
     });
-    let each: Vec<Option<(String, &str, Vec<u64>, SharedBytes)>> = each.collect();
+    let each: Vec<Option<RawValue>> = each.collect();
     Ok(("each", each).into_pyobject(py)?.into_any())
 }
 
