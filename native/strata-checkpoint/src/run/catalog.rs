@@ -6,7 +6,7 @@ use std::sync::Arc;
 use futures::{StreamExt, TryStreamExt, stream};
 use strata_io::{Error as IoError, ObjectInfo, Store};
 
-use super::lost::without_manifest;
+use super::lost::{Without, without_manifest};
 use super::{CheckpointMetadata, CheckpointType, Part, parse_folder};
 use crate::manifest::{DecodeError, FOLDER, Manifest, ManifestName, decode_head, head_bytes};
 use crate::names::is_our_data_object;
@@ -240,7 +240,9 @@ async fn look_once(
         (Some(manifest), _) => State::Committed(Box::new(manifest)),
         (None, Some(fault)) => State::Unreadable(fault.clone()),
         (None, None) => match without_manifest(run_root, folder, objects).await? {
-            Some(state) => state,
+            Some(Without::Foreign) => State::Foreign,
+            Some(Without::Lost(words)) => State::Unreadable(words),
+            Some(Without::Uncommitted) => State::Uncommitted,
             None => return Ok(None),
         },
     };

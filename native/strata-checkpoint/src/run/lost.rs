@@ -3,7 +3,6 @@
 
 use strata_io::{Error as IoError, ObjectInfo, Store};
 
-use super::catalog::State;
 use super::parse_folder;
 use crate::Result;
 use crate::manifest::{FOLDER, RANKS_FOLDER};
@@ -11,6 +10,16 @@ use crate::names::{id_of_data_object, is_our_data_object, is_our_safetensors};
 use crate::open::{RETIRED, carries, marked, metadata_name, metadata_tail, or_empty};
 use crate::servable::INDEX_NAME;
 use crate::stock_pickle::SEAL;
+
+/// What a folder is in which no manifest counts.
+pub(super) enum Without {
+    /// A checkpoint of somebody else.
+    Foreign,
+    /// One of ours whose manifest is lost: in words.
+    Lost(String),
+    /// A save that has not ended, or what is left of one.
+    Uncommitted,
+}
 
 /// What is in `folder`, which holds `objects` and no manifest that counts; None if it is none of our business.
 ///
@@ -20,14 +29,14 @@ pub(super) async fn without_manifest(
     run_root: &dyn Store,
     folder: &str,
     objects: &[ObjectInfo],
-) -> Result<Option<State>> {
+) -> Result<Option<Without>> {
     let is_ours = parse_folder(folder).is_some();
     if objects.iter().any(|object| object.name.starts_with(RANKS_FOLDER)) {
-        return Ok(Some(State::Foreign));
+        return Ok(Some(Without::Foreign));
     }
     if is_ours && let Some(index) = orphaned_index(run_root, folder, objects).await? {
         check_unchanged(run_root, folder, objects).await?;
-        return Ok(Some(State::Unreadable(format!(
+        return Ok(Some(Without::Lost(format!(
             "{}/{folder}: damaged: the manifest of what was committed here is lost; StrataReader still reads it by \
              {index}, without digests",
             run_root.url()
@@ -35,9 +44,9 @@ pub(super) async fn without_manifest(
     }
     let was_ours = marked(objects, RETIRED).next().is_some();
     if !was_ours && objects.iter().any(|object| is_index(&object.name)) {
-        return Ok(Some(State::Foreign));
+        return Ok(Some(Without::Foreign));
     }
-    Ok(is_ours.then_some(State::Uncommitted))
+    Ok(is_ours.then_some(Without::Uncommitted))
 }
 
 /// The index that a commit of ours wrote after its manifest, if retention has not taken that commit since.
