@@ -9,6 +9,7 @@ use object_store::azure::{AzureConfigKey as AzureKey, MicrosoftAzureBuilder};
 use object_store::client::HttpConnector;
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey as GoogleKey};
 use object_store::http::HttpBuilder;
+use object_store::multipart::MultipartStore;
 use object_store::{ClientConfigKey, ClientOptions, RetryConfig, StaticCredentialProvider};
 
 use super::credentials::{SdkChain, profile_settings};
@@ -223,12 +224,13 @@ fn memory(name: &str, options: &Options) -> Result<Bucket> {
     }
     let store = crate::memory::named(name);
     let abilities = Abilities { limits: MEMORY_LIMITS, crc32: false, upload_metadata: true };
-    Ok(both(store, format!("memory://{name}"), abilities))
+    let parts: Arc<dyn MultipartStore> = Arc::new(crate::memory::Uploads(store.clone()));
+    Ok(Bucket { parts: Some(parts), ..both(store, format!("memory://{name}"), abilities) })
 }
 
 fn both<S>(store: Arc<S>, identity: String, abilities: Abilities) -> Bucket
 where
-    S: object_store::ObjectStore + object_store::multipart::MultipartStore,
+    S: object_store::ObjectStore + MultipartStore,
 {
     Bucket {
         objects: store.clone(),
