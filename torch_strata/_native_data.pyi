@@ -25,13 +25,6 @@ class SharedBytes:
 class DataOrder:
     """The order of an epoch; docs/concepts/data-order.md."""
 
-    def samples(self, start: int, end: int) -> list[int]:
-        """The samples at positions `start` to `end`, half-open.
-
-        Raises:
-            ValueError: If there are not so many.
-        """
-
 @final
 class DataIndex:
     """The shards at a place, and where the samples of each begin. Belongs to no process."""
@@ -97,10 +90,7 @@ class Batches:
 
         Raises:
             ForkedProcessError: In a child of the process that began it.
-            ValueError: If it was closed, or interrupted by Ctrl-C before.
+            ValueError: If it was interrupted by Ctrl-C before.
             CorruptionError: If a sample is not what its format wants.
             StorageError: If the store fails.
         """
-
-    def close(self) -> None:
-        """End what was begun; `next` raises then."""

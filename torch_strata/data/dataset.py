@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torch_strata import _native
-from torch_strata._store import open_store, resolve_config
+from torch_strata._store import open_store, place_below, resolve_config
 from torch_strata._types import DataColumn
 from torch_strata.config import StorageConfig
 from torch_strata.data._course import BEGINNING, Course, Ending, Place
@@ -97,6 +97,7 @@ class ShardDataset:
             self._place = Place(check_int("rank", rank, 0, world_size), check_int("world_size", world_size, 1))
         self._max_ahead_bytes = check_int("max_ahead_bytes", max_ahead_bytes, 1)
         self._opened: _native.DataIndex | None = None
+        self._digest: str | None = None
         self.next_pass = BEGINNING
         self._last: Position | None = None
 
@@ -179,8 +180,10 @@ class ShardDataset:
 
     def identity(self) -> dict[str, Any]:
         """What positions are of: other shards or another shuffle give it another value."""
-        shards = hashlib.sha256(repr(self._index().shards).encode()).hexdigest()[:16]
-        return {"num_samples": self.num_samples, "shards": shards, "shuffle": list(self._raw_shuffle())}
+        if self._digest is None:
+            # Once: a loader may ask behind each batch, and there may be 10,000 shards.
+            self._digest = hashlib.sha256(repr(self._index().shards).encode()).hexdigest()[:16]
+        return {"num_samples": self.num_samples, "shards": self._digest, "shuffle": list(self._raw_shuffle())}
 
     def check_identity(self, found: object) -> None:
         """Refuse a state of other data.
@@ -194,7 +197,7 @@ class ShardDataset:
 
     def __getstate__(self) -> dict[str, Any]:
         # An index is found again; a list of 10,000 shards is not sent to each worker.
-        return {**self.__dict__, "_opened": None, "_place": self.place}
+        return {**self.__dict__, "_opened": None, "_digest": None, "_place": self.place}
 
     def _index(self) -> "_native.DataIndex":
         if self._opened is None:
@@ -222,10 +225,11 @@ class ShardDataset:
         return self._index().order((kind, block, buffer), begin.num_lanes, begin.turn, seed, epoch)
 
     def _batches(self, place: Place, begin: Position, first: int) -> "_native.Batches":
+        order = self._order(begin.epoch, begin)
         return self._index().batches(
             self._stores(),
-            self._order(begin.epoch, begin),
-            self._order(begin.epoch + 1, begin),
+            order,
+            self._order(begin.epoch + 1, begin) if self.ending == "continue" else order,
             world_size=place.world_size,
             rank=place.rank,
             num_workers=place.num_workers,
@@ -240,7 +244,7 @@ class ShardDataset:
     def url_of(self, shard: int) -> str:
         """Where the shard of this number lies."""
         index = self._index()
-        return f"{self._places.roots[index.store_of(shard)].rstrip('/')}/{index.shards[shard][0]}"
+        return place_below(self._places.roots[index.store_of(shard)], index.shards[shard][0])
 
     def decoder(self, kind: str) -> Decoder | None:
         """What makes a value of a field of this kind; None where it stays bytes."""

@@ -111,16 +111,6 @@ pub(crate) struct DataOrder {
     order: Arc<Order>,
 }
 
-#[pymethods]
-impl DataOrder {
-    fn samples(&self, start: u64, end: u64) -> PyResult<Vec<u64>> {
-        if start > end || end > self.order.num_samples() {
-            return Err(PyValueError::new_err(format!("{start}..{end} of {}", self.order.num_samples())));
-        }
-        Ok((start..end).map(|position| self.order.sample(position)).collect())
-    }
-}
-
 /// Batches that are read ahead.
 #[pyclass(module = "torch_strata._native", frozen)]
 pub(crate) struct Batches {
@@ -130,7 +120,7 @@ pub(crate) struct Batches {
 
 enum State {
     Open(Reading),
-    /// Closed, or Ctrl-C came while a batch was waited for.
+    /// Ctrl-C came while a batch was waited for.
     Gone,
 }
 
@@ -150,7 +140,7 @@ impl Batches {
         let taken = std::mem::replace(&mut *self.reading.lock().expect("never poisoned"), State::Gone);
         let mut reading = match taken {
             State::Open(reading) => reading,
-            State::Gone => return Err(PyValueError::new_err("the reading of these batches was interrupted or closed")),
+            State::Gone => return Err(PyValueError::new_err("the reading of these batches was interrupted")),
         };
         let (back, came) = std::sync::mpsc::sync_channel(1);
         let batch = wait(py, async move {
@@ -163,12 +153,6 @@ impl Batches {
             *self.reading.lock().expect("never poisoned") = State::Open(reading);
         }
         batch?.map(|batch| raw(py, batch)).transpose()
-    }
-
-    fn close(&self) {
-        if self.pid == std::process::id() {
-            *self.reading.lock().expect("never poisoned") = State::Gone;
-        }
     }
 }
 

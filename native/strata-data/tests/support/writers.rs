@@ -296,7 +296,7 @@ impl Shards<'_> {
 }
 
 /// A file of an archive.
-fn file(archive: &mut Vec<u8>, name: &str, content: &[u8]) {
+pub fn file(archive: &mut Vec<u8>, name: &str, content: &[u8]) {
     let mut block = [0u8; 512];
     block[..name.len()].copy_from_slice(name.as_bytes());
     block[124..135].copy_from_slice(format!("{:011o}", content.len()).as_bytes());
